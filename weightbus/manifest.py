@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 
 import attrs
 import torch
@@ -119,13 +120,17 @@ class Manifest:
     def __iter__(self) -> Iterator[TensorSpec]:
         return iter(self.tensors)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Sum of the tensors' bytes, without padding."""
         return sum(spec.nbytes for spec in self.tensors)
 
     def digest(self) -> int:
         """64-bit digest of everything above; equal manifests have equal digests in every process."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> int:
         h = xxhash.xxh3_64()
         for s in self.tensors:
             h.update(f"{s.name}\0{s.shape}\0{s.dtype}\0{s.aliases}\0{s.kind}\n".encode())

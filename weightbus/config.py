@@ -1,0 +1,148 @@
+"""Settings: parsed and checked before anything is touched, all faults at once."""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from weightbus.control.security import split_address
+from weightbus.errors import ConfigError
+from weightbus.plan import MAX_BUCKET_BYTES, MIN_BUCKET_BYTES
+
+SizeLike = int | str
+UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+DEFAULT_BUCKET_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
+
+
+def parse_bytes(size: SizeLike | None) -> int | None:
+    """Bytes from an integer or a text such as ``"512MiB"``; None stays None.
+
+    Raises:
+        ConfigError: not a size.
+    """
+    if size is None or (isinstance(size, int) and not isinstance(size, bool)):
+        return size
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
+    unit = UNITS.get(found[2].lower()) if found else None
+    if found is None or unit is None:
+        raise ConfigError(f"{size!r} is not a size", advice="Write bytes, or text such as '512MiB'.")
+    return int(float(found[1]) * unit)
+
+
+def device_of(device: str | torch.device | None) -> torch.device:
+    """A torch device with its index; None is the CPU.
+
+    Raises:
+        ConfigError: not a device, or one that is not here.
+    """
+    try:
+        found = torch.device(device or "cpu")
+    except (RuntimeError, TypeError) as exc:
+        raise ConfigError(f"{device!r} is not a device: {exc}", advice="Write 'cpu' or 'cuda:0'.") from exc
+    if found.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(f"{device!r}: no CUDA device is visible here",
+                              advice="Under Ray, ask for a GPU or set RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1.")
+        found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+    return found
+
+
+@lru_cache(maxsize=1)
+def host_id() -> str:
+    """Names this host and its PID namespace: equal for two processes that can see each other's death."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = os.uname().nodename
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        namespace = ""
+    return f"{boot}/{namespace}"
+
+
+def _positive(name: str, value: float | None, wrong: list[str]) -> None:
+    if value is None or isinstance(value, bool) or not value > 0:
+        wrong.append(f"{name} is {value!r}, it must be above 0")
+
+
+def _size(name: str, value: SizeLike | None, low: int, high: int, wrong: list[str]) -> int | None:
+    try:
+        size = parse_bytes(value)
+    except ConfigError as exc:
+        wrong.append(f"{name}: {exc.what}")
+        return None
+    if size is not None and not low <= size <= high:
+        wrong.append(f"{name} is {size} bytes, it must be {low} to {high}")
+    return size
+
+
+def _address(name: str, value: str | None, wrong: list[str]) -> None:
+    try:
+        split_address(str(value))
+    except ConfigError as exc:
+        wrong.append(f"{name}: {exc.what}")
+
+
+def _refuse(wrong: list[str]) -> None:
+    if wrong:
+        raise ConfigError("; ".join(wrong), advice="Nothing was bound or allocated.")
+
+
+def _memory(bound: SizeLike | None, name: str, need: int, wrong: list[str]) -> None:
+    size = _size(name, bound, 1, 1 << 62, wrong)
+    if size is not None and need > size:
+        wrong.append(f"slots x bucket_bytes is {need} bytes, {name} is {size}")
+
+
+def check_sender(
+    *, bind: str | None, address: str | None, rank: int, senders: int, receivers: int | None, slots: int, lanes: str,
+    cohort: str, verify: str | bool, bucket_bytes: SizeLike | None, device: torch.device, stall_timeout: float,
+    finish_timeout: float, max_host_bytes: SizeLike | None, max_device_bytes: SizeLike | None,
+) -> int:
+    """Refuse wrong settings of a sender, all at once; the bucket size in bytes."""
+    wrong: list[str] = []
+    if not (isinstance(senders, int) and senders >= 1 and isinstance(rank, int) and 0 <= rank < senders):
+        wrong.append(f"rank {rank!r} of {senders!r} senders")
+    elif rank == 0:
+        _address("bind", bind, wrong)
+    else:
+        _address("address", address, wrong)
+    if receivers is not None and receivers < 1:
+        wrong.append(f"receivers is {receivers}, it must be above 0")
+    if not 1 <= slots <= 64:
+        wrong.append(f"slots is {slots}, it must be 1 to 64")
+    if lanes not in ("paired", "broadcast"):
+        wrong.append(f"lanes is {lanes!r}; known: paired, broadcast")
+    if cohort not in ("each", "all"):
+        wrong.append(f"cohort is {cohort!r}; known: each, all")
+    if verify not in (True, False, "on", "off"):
+        wrong.append(f"verify is {verify!r}; known: True, False, 'on', 'off'")
+    _positive("stall_timeout", stall_timeout, wrong)
+    _positive("finish_timeout", finish_timeout, wrong)
+    size = _size("bucket_bytes", DEFAULT_BUCKET_BYTES.get(device.type, 256 << 20) if bucket_bytes is None else bucket_bytes,
+                 MIN_BUCKET_BYTES, MAX_BUCKET_BYTES, wrong) or 0
+    here = {"cpu": ("max_host_bytes", max_host_bytes), "cuda": ("max_device_bytes", max_device_bytes)}[device.type]
+    _memory(here[1], here[0], size * slots, wrong)
+    _refuse(wrong)
+    return size
+
+
+def check_receiver(*, address: str, engine: str, rank: int | None, ranks: int, stage: str | None,
+                   max_host_bytes: SizeLike | None, max_device_bytes: SizeLike | None) -> None:
+    """Refuse wrong settings of a receiver or driver, all at once."""
+    wrong: list[str] = []
+    _address("address", address, wrong)
+    if not engine or len(engine) > 200 or "/" in engine:
+        wrong.append(f"engine {engine!r} is no name (1 to 200 characters, no '/')")
+    if not (isinstance(ranks, int) and 1 <= ranks <= 65536) or (rank is not None and not 0 <= rank < ranks):
+        wrong.append(f"rank {rank!r} of {ranks!r} ranks")
+    if stage not in (None, "host", "device"):
+        wrong.append(f"stage is {stage!r}; known: 'host', 'device', None")
+    _size("max_host_bytes", max_host_bytes, 1, 1 << 62, wrong)
+    _size("max_device_bytes", max_device_bytes, 1, 1 << 62, wrong)
+    _refuse(wrong)

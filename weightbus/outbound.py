@@ -1,0 +1,436 @@
+"""The sending half of the pipeline: pack bucket k+1 while k is on the wire and k-1 is being loaded.
+
+Threads: `SendRun.stream` and `Packer` run in the caller's thread; posting, testing and credits on the bus thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import attrs
+import torch
+
+from weightbus.backend import Capabilities, Channel, Region, State, Work
+from weightbus.bucket import Packed, Packer, plain_bytes
+from weightbus.buffers import SlotPool
+from weightbus.deadline import Deadline
+from weightbus.errors import PeerLost, SourceError, TransferTimeout, WeightBusError
+from weightbus.header import Header
+from weightbus.manifest import TensorSpec
+from weightbus.plan import Plan, Segment, aligned, single_page
+from weightbus.reactor import Reactor
+from weightbus.sources import Source
+
+
+@attrs.define(eq=False)
+class Post:
+    """One bucket on its way to one channel."""
+
+    bucket: int
+    slot: int
+    region: Region
+    nbytes: int
+    digest: int
+    plan_digest: int
+    total: int
+
+
+@attrs.define(eq=False)
+class Channels:
+    """What a sender keeps of one lane (or group) over refits."""
+
+    lanes: tuple[str, ...]
+    incarnations: tuple[str, ...]
+    channel: Channel
+    key: bytes
+
+
+class Outbound:
+    """One channel of one refit: bucket k waits for the credit of the bucket that last used its slot.
+
+    Args:
+        stall_timeout_s: a lane with something outstanding that has not moved for so long is given up.
+        quiet: whether a lane's reader said that it no longer touches memory of this refit.
+        header_ahead: called before posting where the backend cannot carry headers.
+    """
+
+    def __init__(
+        self,
+        refit: str,
+        link: Channels,
+        slots: int,
+        capabilities: Capabilities,
+        verify: bool,
+        stall_timeout_s: float,
+        quiet: Callable[[str], bool],
+        header_ahead: Callable[[str, int, int, bytes], None],
+    ) -> None:
+        self.refit, self.link, self.slots = refit, link, slots
+        self._stall_s, self._quiet = stall_timeout_s, quiet
+        self._moved_s = time.monotonic()
+        self.lanes = set(link.lanes)
+        self.works: dict[int, Work] = {}
+        self.posted = 0
+        self.error: WeightBusError | None = None
+        self.wire_s = 0.0
+        self._shares = capabilities.shares_memory
+        self._ahead = None if capabilities.header_with_bytes else header_ahead
+        self._verify = verify
+        self._queue: deque[Post] = deque()
+        self._credits: dict[str, set[int]] = {lane: set() for lane in link.lanes}
+        self._since = time.monotonic()
+
+    def enqueue(self, post: Post) -> None:
+        if self.lanes:
+            self._queue.append(post)
+
+    def credit(self, lane: str, bucket: int) -> None:
+        if lane in self._credits:
+            self._credits[lane].add(bucket)
+            self._moved_s = time.monotonic()
+
+    def credited(self, bucket: int) -> bool:
+        """All living readers have released `bucket`."""
+        return bucket < 0 or all(bucket in self._credits[lane] for lane in self.lanes)
+
+    def drop(self, lanes: Sequence[str]) -> None:
+        """These readers have left; without readers nothing more is posted."""
+        self.lanes.difference_update(lanes)
+        if not self.lanes:
+            self._queue.clear()
+
+    def busy(self, bucket: int) -> bool:
+        """The sender's memory of `bucket` is still needed here."""
+        if any(post.bucket == bucket for post in self._queue):
+            return True
+        if bucket in self.works:
+            return True
+        if self._shares and bucket < self.posted and self.lanes and not self.credited(bucket):
+            return True
+        return self.held_by_leavers(bucket)
+
+    def held_by_leavers(self, bucket: int) -> bool:
+        """A reader that was dropped, or an operation towards it, may still touch the memory of `bucket`."""
+        leavers = [lane for lane in self.link.lanes if lane not in self.lanes]
+        if not leavers:
+            return False
+        work = self.works.get(bucket)
+        if work is not None and work.state is State.PENDING:
+            return True
+        if not self._shares or bucket >= self.posted or self.link.channel.error is not None:
+            return False
+        return not all(bucket in self._credits[lane] or self._quiet(lane) for lane in leavers)
+
+    @property
+    def idle(self) -> bool:
+        """No operation of this refit is open."""
+        return not self.works
+
+    def tick(self) -> bool:
+        moved = False
+        for bucket, work in list(self.works.items()):
+            if work.state is not State.PENDING:
+                del self.works[bucket]
+                moved = True
+                self._moved_s = time.monotonic()
+                if not self.works:
+                    self.wire_s += time.monotonic() - self._since
+                if work.state is State.ERROR and self.error is None:
+                    self._fail(work.error, bucket)
+        if self.error is None and self.link.channel.error is not None and self.lanes:
+            self._fail(self.link.channel.error, None)
+            moved = True
+        while self._queue and self.error is None and self.credited(self._queue[0].bucket - self.slots):
+            if not self._outstanding:
+                self._moved_s = time.monotonic()
+            self._post(self._queue.popleft())
+            moved = True
+        if self._outstanding and self.error is None and time.monotonic() - self._moved_s > self._stall_s:
+            self._fail(TransferTimeout(
+                f"the reader made no progress for {self._stall_s:g} s",
+                advice="Its recv must be running; raise stall_timeout if one load call takes longer."), None)
+            moved = True
+        return moved
+
+    @property
+    def _outstanding(self) -> bool:
+        """Something was posted that its readers have not released."""
+        return bool(self.lanes) and self.posted > 0 and not self.credited(self.posted - 1)
+
+    def _post(self, post: Post) -> None:
+        header = Header(
+            lane_key=self.link.key, refit_id=bytes.fromhex(self.refit), plan_digest=post.plan_digest,
+            bucket=post.bucket, total=post.total, used_bytes=post.nbytes, digest=post.digest, verified=self._verify,
+        ).pack()
+        slot = post.bucket % self.slots
+        try:
+            if self._ahead is not None:
+                for lane in self.lanes:
+                    self._ahead(lane, slot, post.nbytes, header)
+            if not self.works:
+                self._since = time.monotonic()
+            self.works[post.bucket] = self.link.channel.post_send(post.region, post.nbytes, header, slot)
+            self.posted = post.bucket + 1
+        except WeightBusError as exc:
+            self._fail(exc, post.bucket)
+
+    def _fail(self, cause: BaseException | None, bucket: int | None) -> None:
+        lane = "+".join(self.link.lanes)
+        if isinstance(cause, WeightBusError):
+            cause.lane, cause.phase = cause.lane or lane, cause.phase or "stream"
+            cause.bucket = bucket if cause.bucket is None else cause.bucket
+            self.error = cause
+        else:
+            self.error = PeerLost(f"the transfer ended in error: {cause}", lane=lane, bucket=bucket, phase="stream")
+            self.error.__cause__ = cause
+        self._queue.clear()
+
+
+@attrs.frozen
+class _Slot:
+    """Sender's slot i: which bucket is in it."""
+
+    bucket: int = -1
+
+
+def _let_go(outbounds: Sequence[Outbound], bucket: int) -> bool:
+    return not any(o.held_by_leavers(bucket) for o in outbounds)
+
+
+@attrs.frozen
+class PageOut:
+    """What a paged bucket holds, for the readers."""
+
+    bucket: int
+    first_tensor: int
+    specs: tuple[TensorSpec, ...]
+    segments: tuple[Segment, ...]
+
+
+class SendRun:
+    """One refit on one sender: the slots, the channels, and the loop that fills them.
+
+    Args:
+        plan: None when paged.
+        on_page: called on the bus thread before a paged bucket is posted.
+        pace: on a sender without a lane: how many buckets the slowest lane has released.
+    """
+
+    def __init__(
+        self,
+        refit: str,
+        reactor: Reactor,
+        pool: SlotPool,
+        outbounds: Sequence[Outbound],
+        plan: Plan | None,
+        bucket_bytes: int,
+        verify: bool,
+        deadline: Deadline,
+        on_page: Callable[[PageOut], None],
+    ) -> None:
+        self.refit, self.plan, self.outbounds = refit, plan, list(outbounds)
+        self.deadline = deadline
+        self.buckets = 0
+        self.bytes = 0
+        self.ended = False
+        self.pace = 0
+        self.error: BaseException | None = None
+        self.seconds = dict.fromkeys(("export", "pack", "credit_wait"), 0.0)
+        self.manifest_out: list[TensorSpec] = []
+        self._reactor, self._pool = reactor, pool
+        self._verify, self._on_page = verify, on_page
+        self._capacity = bucket_bytes // 16 * 16
+        self._slots = [_Slot() for _ in range(pool.count)]
+        self._waiting: deque[tuple[Post, Packed, PageOut | None]] = deque()
+        self._enqueued = 0
+        self._free_state: tuple[int, frozenset[int]] = (0, frozenset())  # published whole by the bus thread
+
+    # ---- the caller's thread
+
+    def stream(self, source: Source) -> None:
+        """Pack everything; returns when the last bucket is handed over, or the refit has ended and the source is empty.
+
+        Raises:
+            SourceError: the source raised or did not yield what its manifest says. The rest was drained.
+        """
+        try:
+            if self.plan is not None:
+                self._stream_plan(self.plan, source)
+            else:
+                self._stream_paged(source)
+        except Exception as exc:
+            self.error = exc if isinstance(exc, WeightBusError) else SourceError(
+                f"the source raised {type(exc).__name__}: {exc}", phase="export", bucket=self.buckets,
+                advice="See the cause below; engines were told to keep or discard as their failure row says.",
+            )
+            if self.error is not exc:
+                self.error.__cause__ = exc
+            source.drain()
+            raise self.error from exc
+
+    def _timed(self, tensors: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+        while True:
+            start = time.perf_counter()
+            try:
+                tensor = next(tensors)
+            except StopIteration:
+                return
+            finally:
+                self.seconds["export"] += time.perf_counter() - start
+            yield tensor
+
+    def _stream_plan(self, plan: Plan, source: Source) -> None:
+        pieces: list[list[tuple[int, Segment]]] = [[] for _ in plan.manifest]
+        for bucket in plan.buckets:
+            for segment in bucket.segments:
+                pieces[segment.tensor].append((bucket.index, segment))
+        packer: Packer | None = None
+        current = -1
+        for i, tensor in enumerate(self._timed(source.iterate(plan.manifest))):
+            flat = plain_bytes(tensor) if len(pieces[i]) > 1 else None
+            for index, segment in pieces[i]:
+                while current < index:
+                    self._hand_over(current, packer, plan.digest, len(plan.buckets))
+                    current += 1
+                    packer = self._acquire(current)
+                if packer is not None:
+                    start = time.perf_counter()
+                    packer.put(segment, tensor, flat)
+                    self.seconds["pack"] += time.perf_counter() - start
+        while current < len(plan.buckets):
+            self._hand_over(current, packer, plan.digest, len(plan.buckets))
+            current += 1
+            packer = self._acquire(current) if current < len(plan.buckets) else None
+
+    def _stream_paged(self, source: Source) -> None:
+        packer = self._acquire(0)
+        specs: list[TensorSpec] = []
+        segments: list[Segment] = []
+        current = first = end = count = 0
+
+        def flush() -> None:
+            nonlocal packer, current, first, specs, segments, end
+            page = PageOut(current, first, tuple(specs), tuple(segments))
+            self._hand_over(current, packer, single_page(specs, first, segments), 0, page)
+            current, first, specs, segments, end = current + 1, count, [], [], 0
+            packer = self._acquire(current)
+
+        for spec, tensor in source.iterate_paged():
+            self.manifest_out.append(spec)
+            if segments and end + spec.nbytes > self._capacity and aligned(spec.nbytes) <= self._capacity:
+                flush()
+            specs.append(spec)
+            flat, offset = None, 0
+            while True:
+                if end >= self._capacity and offset < spec.nbytes:
+                    flush()
+                piece = min(spec.nbytes - offset, self._capacity - end)
+                segment = Segment(count, offset, end, piece)
+                if packer is not None:
+                    flat = plain_bytes(tensor) if flat is None and piece < spec.nbytes else flat
+                    packer.put(segment, tensor, flat)
+                segments.append(segment)
+                offset, end = offset + piece, aligned(end + piece)
+                if offset >= spec.nbytes:
+                    break
+            count += 1
+        if segments:
+            flush()
+
+    def _acquire(self, bucket: int) -> Packer | None:
+        """Wait until the slot of `bucket` may be written; None when nobody reads any more (drain only)."""
+        start = time.perf_counter()
+        slot = bucket % self._pool.count
+        free = self._reactor.wait(lambda: self.ended or self._free(slot) and self._in_pace(bucket), self.deadline)
+        self.seconds["credit_wait"] += time.perf_counter() - start
+        if not free or self.ended or not any(o.lanes for o in self.outbounds):
+            return None
+        self._slots[slot] = _Slot(bucket)
+        return Packer(self._pool.regions[slot].tensor, self._verify)
+
+    def _in_pace(self, bucket: int) -> bool:
+        return any(o.lanes for o in self.outbounds) or bucket < self.pace + 2 * self._pool.count
+
+    def _free(self, index: int) -> bool:
+        enqueued, busy = self._free_state
+        bucket = self._slots[index].bucket
+        return bucket < 0 or (bucket < enqueued and bucket not in busy)
+
+    def _hand_over(self, bucket: int, packer: Packer | None, plan_digest: int, total: int,
+                   page: PageOut | None = None) -> None:
+        if bucket < 0:
+            return
+        self.buckets = bucket + 1
+        if packer is None:
+            return
+        start = time.perf_counter()
+        packed = packer.finish()
+        self.seconds["pack"] += time.perf_counter() - start
+        self.bytes += packed.used_bytes
+        slot = bucket % self._pool.count
+        post = Post(bucket, slot, self._pool.regions[slot], packed.used_bytes, 0, plan_digest, total)
+        self._waiting.append((post, packed, page))
+        self._reactor.wake()
+
+    # ---- the bus thread
+
+    def tick(self) -> bool:
+        moved = False
+        while self._waiting and self._waiting[0][1].ready():
+            post, packed, page = self._waiting.popleft()
+            post.digest = packed.digest()
+            if page is not None:
+                self._on_page(page)
+            for outbound in self.outbounds:
+                outbound.enqueue(post)
+            self._enqueued = post.bucket + 1
+            moved = True
+        for outbound in self.outbounds:
+            moved |= outbound.tick()
+        self._publish()
+        return moved
+
+    def _publish(self) -> None:
+        buckets = [slot.bucket for slot in self._slots if slot.bucket >= 0]
+        busy = frozenset(b for b in buckets if any(o.busy(b) for o in self.outbounds))
+        if (self._enqueued, busy) != self._free_state:
+            self._free_state = (self._enqueued, busy)
+            self._reactor.notify()
+
+    def drop(self, lanes: Sequence[str]) -> None:
+        """These readers are out; `settle` follows, so that the others go on."""
+        for outbound in self.outbounds:
+            leaving = outbound.lanes.intersection(lanes)
+            if leaving:
+                outbound.drop(tuple(leaving))
+        self._publish()
+
+    @property
+    def unsafe(self) -> bool:
+        """A reader who has left may still touch some slot."""
+        return any(o.held_by_leavers(slot.bucket) for slot in self._slots if slot.bucket >= 0 for o in self.outbounds)
+
+    @property
+    def polling(self) -> bool:
+        return bool(self._waiting) or any(o.works for o in self.outbounds)
+
+    def end(self) -> None:
+        """The refit is over: nothing more is posted, the caller only drains."""
+        self.ended = True
+        self._waiting.clear()
+        for outbound in self.outbounds:
+            outbound.drop(tuple(outbound.lanes))
+
+    def settle(self) -> None:
+        """Put every slot aside that a reader who has left, or an operation towards one, may still touch."""
+        for index, slot in enumerate(self._slots):
+            bucket = slot.bucket
+            if 0 <= bucket < self._enqueued:
+                stuck = [o for o in self.outbounds if o.held_by_leavers(bucket)]
+                if stuck:
+                    self._pool.replace(index, partial(_let_go, stuck, bucket))
+                    self._slots[index] = _Slot()
+        self._publish()

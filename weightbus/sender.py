@@ -1,0 +1,397 @@
+"""One sender rank: what persists over sends (memory, channels, remembered manifests), and `send` itself."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from weightbus.backend import Backend, Endpoint, EndpointSpec, GroupSpec
+from weightbus.buffers import SlotPool
+from weightbus.control import messages as m
+from weightbus.deadline import Deadline
+from weightbus.errors import (
+    ConnectError, LocalProtocolError, PeerLost, RefitAborted, SourceError, TransferTimeout, WeightBusError,
+)
+from weightbus.manifest import Manifest
+from weightbus.outbound import Channels, Outbound, PageOut, SendRun
+from weightbus.plan import Plan
+from weightbus.reactor import Reactor, Script, Wait, log
+from weightbus.report import Event, EventHandler, RefitReport
+from weightbus.sources import Source, SourceCache, open_source
+
+QUIET_S = 1.0
+CONNECT_S = 30.0
+MARGIN_S = 60.0
+
+
+@attrs.frozen(kw_only=True)
+class SenderConfig:
+    """Settings of one sender rank; see `WeightBus.sender`."""
+
+    rank: int
+    senders: int
+    device: torch.device
+    bucket_bytes: int
+    slots: int
+    verify: bool
+    poison: bool
+    max_host_bytes: int | None
+    max_device_bytes: int | None
+    host: str | None
+
+
+@attrs.define(eq=False)
+class _Send:
+    """One `send` call as the bus thread sees it."""
+
+    version: int
+    plan_message: m.SendPlan | None = None
+    run: SendRun | None = None
+    go: bool = False
+    done: m.SendDone | None = None
+    lost: WeightBusError | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.done is not None or self.lost is not None
+
+
+class SenderSide:
+    """The sending half of a bus.
+
+    Args:
+        tell: delivers a message to the coordinator, in this process or over a link; False when it is not there.
+    """
+
+    def __init__(self, reactor: Reactor, backend: Backend, config: SenderConfig, tell: Callable[[object], bool],
+                 join_group: Callable[[m.JoinGroup], None], events: EventHandler | None) -> None:
+        self._reactor, self._backend, self._config = reactor, backend, config
+        self._tell, self._join_group, self._events = tell, join_group, events
+        self.name = f"sender/{config.rank}"
+        spec = EndpointSpec(name=self.name, role="send", device=config.device, host=config.host)
+        self.endpoint: Endpoint = backend.endpoint(spec)
+        limit = config.max_host_bytes if config.device.type == "cpu" else config.max_device_bytes
+        self._pool = SlotPool(self.endpoint, config.slots, config.poison, limit)
+        self._channels: dict[tuple[str, ...], Channels] = {}
+        self._draining: list[Outbound] = []
+        self._quiet: dict[str, str] = {}
+        self._send: _Send | None = None
+        self._connecting = False
+        self._plan: tuple[int, Plan | None] = (0, None)
+        self._plan_wire: m.PlanWire | None = None
+        self._remembered: Manifest | None = None
+        self._told: int | None = None
+        self._cache = SourceCache()
+        self._groups = 0
+        reactor.add(self)
+
+    # ---- the caller's thread
+
+    def send(self, source: Any, *, version: int, manifest: Any, partial: bool, cast: Mapping[str, torch.dtype] | None,
+             buffers: str, timeout_s: float, start: Callable[[], None], finish: Callable[[m.SendDone], None]) -> RefitReport:
+        """Offer, stream, wait for every engine's outcome. `start` runs on the bus thread before the offer."""
+        began = time.perf_counter()
+        deadline = Deadline.after(timeout_s + MARGIN_S)
+        opened, bad = self._open(source, manifest, partial, cast, buffers)
+        call = _Send(version)
+
+        def offer() -> None:
+            self._send = call
+            start()
+            self._tell_ready(opened, bad, version, partial)
+
+        self._reactor.call(offer)
+        try:
+            self._reactor.wait(lambda: call.go or call.over, deadline)
+            self._stream(call, opened, deadline)
+            if not self._reactor.wait(lambda: call.over, deadline) and call.lost is None:
+                raise LocalProtocolError("the coordinator never ended this refit", phase="commit")
+        finally:
+            self._reactor.call(self._close_send)
+        return self._conclude(call, opened, bad, time.perf_counter() - began, finish)
+
+    def _open(self, source: Any, manifest: Any, partial: bool, cast: Any, buffers: str) -> tuple[Source | None, WeightBusError | None]:
+        try:
+            return open_source(source, manifest=manifest, remembered=self._remembered, partial=partial, cast=cast,
+                               buffers=buffers, cache=self._cache), None
+        except WeightBusError as exc:
+            return None, exc
+
+    def _tell_ready(self, opened: Source | None, bad: WeightBusError | None, version: int, partial: bool) -> None:
+        manifest = opened.manifest if opened is not None else None
+        known = manifest is not None and self._told == manifest.digest()
+        if manifest is not None:
+            self._told = manifest.digest()
+        self._tell(m.SendReady(
+            version=version, manifest=None if known else manifest, paged=bad is None and manifest is None,
+            reorderable=opened is not None and opened.reorderable, partial=partial,
+            error=None if bad is None else m.WireError.of(bad, self.name)))
+
+    def _stream(self, call: _Send, opened: Source | None, deadline: Deadline) -> None:
+        run = call.run
+        if opened is None or run is None or not call.go:
+            return
+        try:
+            run.stream(opened)
+        except SourceError as exc:
+            error = exc
+            self._remembered = None
+            self._reactor.call(lambda: self._tell(m.SourceEnd(refit=run.refit, error=m.WireError.of(error, self.name))))
+            self._reactor.wait(lambda: call.over, deadline)
+            raise
+        except WeightBusError as exc:
+            failure = exc
+            self._reactor.call(lambda: self._tell(m.SourceEnd(refit=run.refit, error=m.WireError.of(failure, self.name))))
+            self._reactor.wait(lambda: call.over, deadline)
+            raise
+        self._reactor.call(lambda: self._source_end(run))
+
+    def _source_end(self, run: SendRun) -> None:
+        if run.plan is None:
+            for outbound in run.outbounds:
+                for lane in outbound.link.lanes:
+                    self._tell(m.PageEnd(refit=run.refit, lane=lane, buckets=run.buckets, tensors=len(run.manifest_out)))
+        self._tell(m.SourceEnd(refit=run.refit, buckets=run.buckets, seconds=run.seconds))
+
+    def _conclude(self, call: _Send, opened: Source | None, bad: WeightBusError | None, total_s: float,
+                  finish: Callable[[m.SendDone], None]) -> RefitReport:
+        if call.lost is not None:
+            raise call.lost
+        done, run = call.done, call.run
+        if done is None:
+            raise LocalProtocolError("a send without an end")
+        if run is not None and run.error is None and done.error is None:
+            self._remembered = Manifest(run.manifest_out) if run.plan is None else run.plan.manifest
+        finish(done)
+        if bad is not None:
+            raise bad
+        if done.error is not None:
+            raise done.error.to_error()
+        manifest = run.plan.manifest if run is not None and run.plan is not None else None
+        return RefitReport(
+            version=call.version, bytes=run.bytes if run else 0, buckets=run.buckets if run else 0,
+            tensors=len(manifest) if manifest is not None else len(run.manifest_out) if run else 0, total_s=total_s,
+            seconds=dict(run.seconds) if run else {}, outcomes=dict(done.outcomes))
+
+    def cancel(self) -> None:
+        """End the send under way; from any thread."""
+        call = self._send
+        if call is not None and call.plan_message is not None:
+            refit = call.plan_message.refit
+            error = RefitAborted("cancelled by the sender", phase="stream")
+            self._reactor.submit(lambda: self._tell(m.Abort(refit=refit, error=m.WireError.of(error, self.name))) and None)
+
+    # ---- messages, on the bus thread
+
+    def handle(self, message: Any) -> None:
+        call = self._send
+        if isinstance(message, m.Quiet):
+            for lane in message.lanes:
+                self._quiet[lane] = message.refit
+            return
+        if call is None or call.over:
+            return
+        if isinstance(message, m.SendPlan):
+            call.plan_message = message
+            self._reactor.start(self._prepare(call, message))
+        elif isinstance(message, m.SendDone):
+            call.done = message
+            if call.run is not None:
+                call.run.end()
+        elif call.run is not None and message.refit == call.run.refit:
+            self._handle_run(call, call.run, message)
+
+    def _handle_run(self, call: _Send, run: SendRun, message: Any) -> None:
+        if isinstance(message, m.Go):
+            call.go = True
+        elif isinstance(message, m.Credit):
+            for outbound in run.outbounds:
+                outbound.credit(message.lane, message.bucket)
+            self._emit("bucket", run, message.bucket + 1)
+        elif isinstance(message, m.Pace):
+            run.pace = message.buckets
+        elif isinstance(message, m.DropLanes):
+            run.drop(message.lanes)
+            self._reactor.start(self._settle(run))
+
+    def _emit(self, kind: str, run: SendRun, done: int) -> None:
+        if self._events is not None:
+            total = len(run.plan.buckets) if run.plan is not None else 0
+            version = self._send.version if self._send is not None else -1
+            self._events(Event(kind=kind, version=version, done=done, total=total))
+
+    def lost(self) -> None:
+        """The coordinator is gone (further senders only)."""
+        self._told = None
+        self._plan = (0, None)
+        call = self._send
+        if call is not None and not call.over:
+            call.lost = PeerLost("the coordinator (sender rank 0) is gone", peer="sender/0", phase="stream",
+                                 advice="Start it again; engines keep or discard as their failure row says.")
+            if call.run is not None:
+                call.run.end()
+
+    def _settle(self, run: SendRun) -> Script:
+        """Readers that left get a moment to say so; then what they hold is put aside."""
+        yield Wait(lambda: not run.unsafe, Deadline.after(QUIET_S))
+        run.settle()
+
+    # ---- before the stream
+
+    def _prepare(self, call: _Send, message: m.SendPlan) -> Script:
+        yield Wait(lambda: not self._draining, Deadline.after(QUIET_S))
+        for outbound in self._draining:  # its own operation will not end: the lane is retired without DRAINED
+            self._channels.pop(outbound.link.lanes, None)
+        failed: dict[str, WeightBusError] = {}
+        plan = self._plan_of(message)
+        need = plan.capacity_bytes if plan is not None else self._config.bucket_bytes // 16 * 16
+        try:
+            self._pool.ensure(need)
+        except WeightBusError as exc:
+            failed = {lane: exc for spec in message.outbound for lane in spec.lanes}
+        fresh = [spec for spec in message.outbound if not failed and not self._have(spec)]
+        if fresh:
+            yield from self._connect(fresh, Deadline.after(min(CONNECT_S, message.timeout_s)), failed)
+        if call.over:
+            return
+        outbounds = [
+            Outbound(message.refit, self._channels[spec.lanes], spec.slots, self._backend.capabilities, self._config.verify,
+                     message.stall_timeout_s, self._is_quiet(message.refit), self._header_ahead(message.refit))
+            for spec in message.outbound if not failed.keys() & set(spec.lanes)
+        ]
+        call.run = SendRun(message.refit, self._reactor, self._pool, outbounds, plan, self._config.bucket_bytes,
+                           self._config.verify, Deadline.after(message.timeout_s + MARGIN_S), self._page_out(message.refit, outbounds))
+        self._emit("started", call.run, 0)
+        self._tell(m.Connected(refit=message.refit, failed={k: m.WireError.of(e) for k, e in failed.items()}))
+
+    def _plan_of(self, message: m.SendPlan) -> Plan | None:
+        if message.plan_digest == 0:
+            return None
+        if self._plan[0] != message.plan_digest or self._plan[1] is None:
+            if message.manifest is None or message.plan is None:
+                raise LocalProtocolError("a plan that this sender does not know", phase="offer")
+            self._plan = (message.plan_digest, message.plan.to_plan(message.manifest))
+        return self._plan[1]
+
+    def _is_quiet(self, refit: str) -> Callable[[str], bool]:
+        return lambda lane: self._quiet.get(lane) == refit
+
+    def _header_ahead(self, refit: str) -> Callable[[str, int, int, bytes], None]:
+        def ahead(lane: str, slot: int, nbytes: int, header: bytes) -> None:
+            self._tell(m.HeaderAhead(refit=refit, lane=lane, slot=slot, nbytes=nbytes, header=header))
+
+        return ahead
+
+    def _page_out(self, refit: str, outbounds: list[Outbound]) -> Callable[[PageOut], None]:
+        def out(page: PageOut) -> None:
+            for outbound in outbounds:
+                for lane in outbound.lanes:
+                    self._tell(m.Page(refit=refit, lane=lane, bucket=page.bucket, first_tensor=page.first_tensor,
+                                      specs=page.specs, segments=m.flat_segments(page.segments)))
+
+        return out
+
+    def _have(self, spec: m.LaneSpec) -> bool:
+        known = self._channels.get(spec.lanes)
+        return known is not None and known.incarnations == spec.incarnations and known.channel.error is None
+
+    def _connect(self, specs: list[m.LaneSpec], deadline: Deadline, failed: dict[str, WeightBusError]) -> Script:
+        """Connect on a helper thread: only there may a backend block."""
+        finished: list[bool] = []
+        for spec in specs:
+            old = self._channels.pop(spec.lanes, None)
+            if old is not None:
+                old.channel.close()
+        groups = [self._group(spec, deadline) for spec in specs] if self._backend.capabilities.multicast else [None] * len(specs)
+
+        def connect() -> None:
+            for spec, group in zip(specs, groups, strict=True):
+                try:
+                    if group is not None:
+                        channel = self.endpoint.connect_group(group, (), deadline.remaining_s())
+                        key = group.lane_key
+                    else:
+                        channel = self.endpoint.connect(spec.addresses[0], spec.keys[0], deadline.remaining_s())
+                        key = spec.keys[0]
+                    self._channels[spec.lanes] = Channels(spec.lanes, spec.incarnations, channel, key)
+                except Exception as exc:
+                    error = exc if isinstance(exc, WeightBusError) else ConnectError(f"{type(exc).__name__}: {exc}")
+                    error.lane, error.phase = error.lane or "+".join(spec.lanes), error.phase or "connect"
+                    failed.update(dict.fromkeys(spec.lanes, error))
+            finished.append(True)
+            self._reactor.wake()
+
+        self._connecting = True
+        threading.Thread(target=connect, name="weightbus-connect", daemon=True).start()
+        yield Wait(lambda: bool(finished), Deadline.after(deadline.remaining_s() + 5.0))
+        self._connecting = not finished
+        if not finished:
+            failed.update({lane: TransferTimeout("connecting did not end", lane=lane, phase="connect") for s in specs for lane in s.lanes})
+
+    def _group(self, spec: m.LaneSpec, deadline: Deadline) -> GroupSpec:
+        self._groups += 1
+        members = (self.name, *spec.lanes)
+        group = GroupSpec(group_id=f"{self.endpoint.incarnation}-{self._groups}", lane_key=spec.keys[0], rank=0,
+                          members=members, address=self.endpoint.address)
+        self._join_group(m.JoinGroup(
+            refit=self._send.plan_message.refit if self._send and self._send.plan_message else "", group_id=group.group_id,
+            members=members, ranks={lane: i + 1 for i, lane in enumerate(spec.lanes)}, key=group.lane_key,
+            address=group.address, timeout_s=deadline.remaining_s()))
+        return group
+
+    # ---- the bus thread's turn
+
+    def tick(self) -> bool:
+        moved = False
+        if not self._connecting:
+            moved |= self.endpoint.progress()
+        call = self._send
+        if call is not None and call.run is not None:
+            moved |= call.run.tick()
+            for outbound in call.run.outbounds:
+                if outbound.error is not None and outbound.lanes:
+                    lanes = tuple(outbound.lanes)
+                    outbound.drop(lanes)
+                    for lane in lanes:
+                        self._tell(m.LaneFailed(refit=call.run.refit, lane=lane, error=m.WireError.of(outbound.error)))
+                    moved = True
+        if self._draining:
+            for outbound in self._draining:
+                moved |= outbound.tick()
+            for outbound in [o for o in self._draining if o.idle]:
+                for lane in outbound.link.lanes:
+                    self._tell(m.Drained(refit=outbound.refit, lane=lane))
+                self._draining.remove(outbound)
+        return moved | self._pool.sweep()
+
+    @property
+    def polling(self) -> bool:
+        call = self._send
+        busy = bool(self._draining) or (call is not None and call.run is not None and call.run.polling)
+        return busy and not self._connecting
+
+    def sources(self) -> list[Any]:
+        return [] if self._connecting else list(self.endpoint.fds())
+
+    def _close_send(self) -> None:
+        call, self._send = self._send, None
+        run = call.run if call is not None else None
+        if run is not None:
+            complete = call is not None and call.done is not None and call.done.error is None
+            run.end()
+            if not complete:
+                self._draining.extend(run.outbounds)
+                self._reactor.start(self._settle(run))
+
+    def close(self) -> None:
+        """On the closing thread, after the bus thread has let go."""
+        for known in self._channels.values():
+            known.channel.drain(QUIET_S)
+            known.channel.close()
+        self.endpoint.close()
+        log.debug("%s closed", self.name)
