@@ -98,8 +98,8 @@ class Refit:
         partial: only some names change.
         staged: loaded from a verified copy.
         previous: the engine's state before; undo resumes only READY.
-        tensors: how many tensors will be loaded; never 0.
-        nbytes: their bytes.
+        tensors: how many tensors will be loaded; never 0; -1 while it is not known (paged).
+        nbytes: their bytes; -1 likewise.
     """
 
     refit_id: str

@@ -412,13 +412,15 @@ class WeightBus:
 
             engine_seconds: dict[str, float] = {}
 
-            def finish(done: m.SendDone) -> None:
+            def finish(done: m.SendDone) -> WeightBusError | None:
                 run = coordinator.run if coordinator is not None else None
-                if run is not None:
+                if run is not None and run.refit == done.refit:
                     for e in run.engines.values():
                         for part in [*(c.seconds for c in e.completes.values()), e.report.seconds if e.report else {}]:
                             for phase, s in part.items():
                                 engine_seconds[phase] = max(engine_seconds.get(phase, 0.0), s)
+                    return run.error
+                return None
 
             report = side.send(source, version=version, manifest=manifest, partial=partial, cast=cast, buffers=buffers,
                                timeout_s=timeout, start=start, finish=finish)

@@ -269,6 +269,7 @@ class RankRun:
     deadline: Deadline
     started_s: float = attrs.field(factory=time.monotonic)
     aborted: WeightBusError | None = None
+    told: bool = True
     go_load: bool = False
     dropped: bool = False
     published: bool = False
@@ -330,9 +331,10 @@ class RankSet:
         else:
             self._reactor.start(self._script(offer))
 
-    def abort(self, refit: str, error: WeightBusError) -> None:
+    def abort(self, refit: str, error: WeightBusError, *, told: bool = True) -> None:
+        """The refit is over for these ranks. `told`: the coordinator knows."""
         if self.run is not None and self.run.offer.refit == refit and self.run.aborted is None:
-            self.run.aborted = error
+            self.run.aborted, self.run.told = error, told
 
     def lost(self) -> None:
         """The coordinator is gone: its writes are over or will be fenced; a staged, verified copy stays its driver's."""
@@ -415,7 +417,7 @@ class RankSet:
                 moved |= lane.poll()
             except WeightBusError as exc:
                 if self.run is not None and self.run.aborted is None and not self.run.verified:
-                    self.abort(self.run.offer.refit, exc)
+                    self.abort(self.run.offer.refit, exc, told=False)
                     moved = True
         still = []
         for ready, then in self._releasing:
@@ -664,8 +666,6 @@ class RankSet:
                 continue
             for lane, landed in step[0]:
                 lane.expect(landed)
-            if in_place:
-                yield from self._touch(run)
             job = yield from self._run_load(run, feed, step[0], in_place)
             if job.error is not None:
                 for lane, landed in step[0]:
@@ -691,14 +691,6 @@ class RankSet:
                                               lambda: run.aborted is not None or run.dropped))
         finally:
             self._reading = False
-
-    def _touch(self, run: RankRun) -> Script:
-        """From here on the engine may hold mixed weights; its driver is told first."""
-        if not run.touched:
-            run.touched = True
-            self._say(run, run.offer.refit)
-        return
-        yield  # pragma: no cover
 
     @staticmethod
     def _wrapped(error: BaseException) -> WeightBusError:
@@ -765,12 +757,11 @@ class RankSet:
     def _leave(self, run: RankRun, error: WeightBusError | None) -> Script:
         refit = run.offer.refit
         if error is not None:
-            if run.touched or run.go_load:
+            if run.touched:
                 self.verified_refit = ""
-            told = run.aborted is error
-            if not told:
+            if not (run.aborted is error and run.told):
                 self._tell(m.RankFailed(refit=refit, error=m.WireError.of(error, f"{self.engine}/{self.ranks[0]}")))
-            if run.touched or run.go_load:
+            if run.touched:
                 yield from self._abort_loader(error)
         run.dropped = error is not None and not run.loaded
         self.run = None
@@ -780,7 +771,7 @@ class RankSet:
             self._stage.drop()
         yield Wait(lambda: not self._releasing, Deadline.after(5.0))
         self._tell(m.Quiet(refit=refit, lanes=tuple(lane.id for lane in self.lanes)))
-        state = m.RankState(refit=refit, serves=self.ranks, touched=run.touched or run.go_load, verified=run.verified and error is None,
+        state = m.RankState(refit=refit, serves=self.ranks, touched=run.touched, verified=run.verified and error is None,
                             loaded=run.loaded, dropped=True,
                             error=None if error is None else m.WireError.of(error, f"{self.engine}/{self.ranks[0]}"))
         self._tell_driver(state)
@@ -837,6 +828,7 @@ class _Feed:
 
     def _call(self, loader: EngineLoader, batches: list[list[tuple[str, torch.Tensor]]]) -> None:
         if batches and batches[0]:
+            self._run.touched = True
             result: LoadResult = loader.load(batches)
             self._run.applied.update(result.applied)
             self._run.applied.update(result.skipped)

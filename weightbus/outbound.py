@@ -261,13 +261,15 @@ class SendRun:
                 self._stream_plan(self.plan, source)
             else:
                 self._stream_paged(source)
+        except WeightBusError as exc:
+            self.error = exc
+            source.drain()
+            raise
         except Exception as exc:
-            self.error = exc if isinstance(exc, WeightBusError) else SourceError(
+            self.error = SourceError(
                 f"the source raised {type(exc).__name__}: {exc}", phase="export", bucket=self.buckets,
-                advice="See the cause below; engines were told to keep or discard as their failure row says.",
+                advice="See the cause; engines keep or discard as their failure row says.",
             )
-            if self.error is not exc:
-                self.error.__cause__ = exc
             source.drain()
             raise self.error from exc
 

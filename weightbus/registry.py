@@ -53,13 +53,9 @@ def known(group: str) -> list[str]:
     names = {point.name for point in entry_points(group=group)}
     modules = [m.name for m in pkgutil.iter_modules() if m.name.startswith("weightbus_")]
     names.update(name for name in (m.removeprefix("weightbus_") for m in modules) if _by_convention(group, name))
-    names.update(name for name in _core_modules() if _by_convention(group, name))
+    core = importlib.import_module("weightbus")
+    names.update(module.name for module in pkgutil.iter_modules(core.__path__) if _by_convention(group, module.name))
     return sorted(names)
-
-
-def _core_modules() -> list[str]:
-    package = importlib.import_module("weightbus")
-    return [module.name for module in pkgutil.iter_modules(package.__path__)]
 
 
 def _find(group: str, name: str) -> EntryPoint:
@@ -86,10 +82,10 @@ def _distribution(point: EntryPoint) -> str:
 def _by_convention(group: str, name: str) -> EntryPoint | None:
     """What a checkout on PYTHONPATH offers without entry points: class ``FooBackend`` of module ``weightbus_foo``.
 
-    The class must be mentioned in the module's source, so that no plugin is imported to look it up.
+    Core itself holds backends only. The class must be mentioned in the module's source: nothing is imported to find it.
     """
     class_name = "".join(part.capitalize() for part in name.split("_")) + _SUFFIX[group]
-    for module in (f"weightbus_{name}", f"weightbus.{name}"):
+    for module in (f"weightbus_{name}", f"weightbus.{name}")[: 2 if group == BACKENDS else 1]:
         try:
             spec = importlib.util.find_spec(module)
             source = spec.loader.get_source(module) if spec and isinstance(spec.loader, _SourceLoader) else None

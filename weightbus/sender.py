@@ -15,7 +15,7 @@ from weightbus.buffers import SlotPool
 from weightbus.control import messages as m
 from weightbus.deadline import Deadline
 from weightbus.errors import (
-    ConnectError, LocalProtocolError, PeerLost, RefitAborted, SourceError, TransferTimeout, WeightBusError,
+    ConnectError, LocalProtocolError, PartialRefitError, PeerLost, RefitAborted, SourceError, TransferTimeout, WeightBusError,
 )
 from weightbus.manifest import Manifest
 from weightbus.outbound import Channels, Outbound, PageOut, SendRun
@@ -93,8 +93,13 @@ class SenderSide:
     # ---- the caller's thread
 
     def send(self, source: Any, *, version: int, manifest: Any, partial: bool, cast: Mapping[str, torch.dtype] | None,
-             buffers: str, timeout_s: float, start: Callable[[], None], finish: Callable[[m.SendDone], None]) -> RefitReport:
-        """Offer, stream, wait for every engine's outcome. `start` runs on the bus thread before the offer."""
+             buffers: str, timeout_s: float, start: Callable[[], None], finish: Callable[[m.SendDone], WeightBusError | None]) -> RefitReport:
+        """Offer, stream, wait for every engine's outcome.
+
+        Args:
+            start: called on the bus thread before the offer.
+            finish: called at the end; the error to raise, where this process has the original.
+        """
         began = time.perf_counter()
         deadline = Deadline.after(timeout_s + MARGIN_S)
         opened, bad = self._open(source, manifest, partial, cast, buffers)
@@ -159,7 +164,7 @@ class SenderSide:
         self._tell(m.SourceEnd(refit=run.refit, buckets=run.buckets, seconds=run.seconds))
 
     def _conclude(self, call: _Send, opened: Source | None, bad: WeightBusError | None, total_s: float,
-                  finish: Callable[[m.SendDone], None]) -> RefitReport:
+                  finish: Callable[[m.SendDone], WeightBusError | None]) -> RefitReport:
         if call.lost is not None:
             raise call.lost
         done, run = call.done, call.run
@@ -167,11 +172,16 @@ class SenderSide:
             raise LocalProtocolError("a send without an end")
         if run is not None and run.error is None and done.error is None:
             self._remembered = Manifest(run.manifest_out) if run.plan is None else run.plan.manifest
-        finish(done)
+        local = finish(done)
         if bad is not None:
             raise bad
+        if local is not None:
+            raise local
         if done.error is not None:
-            raise done.error.to_error()
+            error = done.error.to_error()
+            if isinstance(error, PartialRefitError):
+                error.outcomes = dict(done.outcomes)
+            raise error
         manifest = run.plan.manifest if run is not None and run.plan is not None else None
         return RefitReport(
             version=call.version, bytes=run.bytes if run else 0, buckets=run.buckets if run else 0,

@@ -560,7 +560,7 @@ class Coordinator:
     def _offer(self, run: RefitRun) -> Script:
         """Each engine's driver first: it may be there already."""
         manifest = None if run.paged else self._manifests.get(0)
-        tensors, nbytes = (len(manifest), manifest.nbytes) if manifest is not None else (0, 0)
+        tensors, nbytes = (len(manifest), manifest.nbytes) if manifest is not None else (-1, -1)
         for engine in self.engines.values():
             driver = engine.driver
             if driver is None or not engine.complete:

@@ -61,8 +61,8 @@ class WireError:
 
     def to_error(self) -> WeightBusError:
         found = getattr(errors, self.kind, None)
-        exc = WeightBusError.__new__(found if isinstance(found, type) and issubclass(found, WeightBusError)
-                                     else errors.RefitAborted)
+        kind = found if isinstance(found, type) and issubclass(found, WeightBusError) else errors.RefitAborted
+        exc = kind.__new__(kind)
         WeightBusError.__init__(exc, self.what, peer=self.peer, lane=self.lane, bucket=self.bucket,
                                 tensor=self.tensor, phase=self.phase, advice=self.advice)
         if isinstance(exc, errors.PartialRefitError):

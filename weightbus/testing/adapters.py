@@ -128,7 +128,7 @@ class _Driver(EngineDriver):
 
     def begin(self, refit: Refit, deadline: Deadline) -> None:
         self._engine.demand(not self._engine.session, "begin while a session is open", "begin")
-        self._engine.demand(refit.tensors > 0, "begin of a refit without tensors", "begin")
+        self._engine.demand(refit.tensors != 0, "begin of a refit without tensors", "begin")
         self._engine.serving = False
         self._owner.strike("begin", f"begin {refit.label}")
         self._engine.session = True

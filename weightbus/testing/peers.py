@@ -122,15 +122,27 @@ class Peer:
         args: picklable.
         kwargs: picklable.
         linked: whether the function gets a `ParentLink` first.
+        method: ``"spawn"``, or ``"forkserver"``: forked from a server that has imported torch and nothing that uses a
+            device or has threads; starts in a tenth of the time, with the environment the server was started with.
 
     It is a context manager; leaving it kills the process. `sys.path` is inherited.
     """
 
     def __init__(
-        self, target: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *, linked: bool = True
+        self,
+        target: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        linked: bool = True,
+        method: str = "spawn",
     ) -> None:
-        context = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context(method)
+        if method == "forkserver":
+            context.set_forkserver_preload(["torch", "weightbus.testing.sides"])
         self.target = target
+        theirs: multiprocessing.connection.Connection
+        self.pipe: multiprocessing.connection.Connection
         self.pipe, theirs = context.Pipe()
         arguments = (theirs, target, tuple(args), dict(kwargs or {}), linked)
         self._process = context.Process(target=_main, args=arguments, daemon=True)
@@ -149,12 +161,13 @@ class Peer:
 
     @property
     def alive(self) -> bool:
-        return self._process.is_alive()
+        return bool(self._process.is_alive())
 
     @property
     def exitcode(self) -> int | None:
         """None while it lives; negative: the signal that ended it."""
-        return self._process.exitcode
+        code: int | None = self._process.exitcode
+        return code
 
     def send(self, message: Any) -> None:
         """Send a picklable message to the function."""

@@ -298,8 +298,10 @@ class Side:
         return len(self._works) - 1
 
 
-def host(link: ParentLink) -> None:
+def host(link: ParentLink, environment: Mapping[str, str]) -> None:
     """The function of a peer process that serves sides: carries out commands, and pumps between them."""
+    os.environ.clear()
+    os.environ.update(environment)
     sides: dict[int, Side] = {}
     while True:
         for side in sides.values():
@@ -335,7 +337,7 @@ class Host:
     """A peer process in which sides live."""
 
     def __init__(self) -> None:
-        self.peer = Peer("weightbus.testing.sides:host")
+        self.peer = Peer("weightbus.testing.sides:host", (dict(os.environ),), method="forkserver")
         self._count = 0
         self._forgotten: set[int] = set()
 
