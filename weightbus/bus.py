@@ -226,13 +226,20 @@ class WeightBus:
                              senders=config.senders, bucket_bytes=config.bucket_bytes))
 
         def handle(message: Any) -> None:
-            if isinstance(message, m.Welcome):
-                self._lost = None if message.error is None else message.error.to_error()
+            if isinstance(message, m.Welcome) and message.error is None:
+                self._lost = None
+                side.rejoined()
+            elif isinstance(message, m.Welcome) and message.error is not None:
+                self._lost = message.error.to_error()
+                side.lost(self._lost)
             else:
                 side.handle(message)
 
+        def refused() -> WeightBusError | None:
+            return self._lost or link.refused
+
         link = Link(reactor, address, token, identity.encode(), handle, up, lambda: side.lost())
-        side = SenderSide(reactor, backend, config, link.send, link.send, events)
+        side = SenderSide(reactor, backend, config, link.send, link.send, events, refused)
         reactor.add(link)
         self._sender, self._address, self._link = side, address, link
 
@@ -403,8 +410,6 @@ class WeightBus:
                 raise ConfigError(f"version is {version!r}; it must be an integer from 0")
             if timeout is None or not timeout > 0:
                 raise ConfigError(f"timeout is {timeout!r}; it must be seconds above 0")
-            if self._lost is not None:
-                raise self._lost
 
             def start() -> None:
                 if coordinator is not None:

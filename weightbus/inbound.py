@@ -62,6 +62,9 @@ class Landed:
     arrival: Arrival | None
 
 
+_Step = list[tuple["InboundLane", Landed]]  # what one load call takes: one bucket per lane (planned), or one (paged)
+
+
 class InboundLane:
     """One rank's lane: its endpoint, its slots, what has landed and not been taken."""
 
@@ -491,8 +494,12 @@ class RankSet:
         """Every reason to refuse; then the lanes are made ready and their addresses given."""
         try:
             faults = self._faults(offer, plans)
-            if faults:
-                return m.RanksAnswer(refit=offer.refit, faults=tuple(faults))
+        except Exception as exc:
+            log.warning("check raised", exc_info=exc)
+            faults = [Fault("engine", "", f"check raised {type(exc).__name__}: {exc}")]
+        if faults:
+            return m.RanksAnswer(refit=offer.refit, faults=tuple(faults))
+        try:
             answers = []
             for lane, wanted, plan in zip(self.lanes, offer.lanes, plans, strict=True):
                 lane.prepare(wanted.lane, offer.refit, wanted.slot_bytes, wanted.slots)
@@ -505,9 +512,6 @@ class RankSet:
             return m.RanksAnswer(refit=offer.refit, lanes=tuple(answers))
         except WeightBusError as exc:
             return m.RanksAnswer(refit=offer.refit, error=m.WireError.of(exc, f"{self.engine}/{self.ranks[0]}"))
-        except Exception as exc:
-            log.exception("check failed")
-            return m.RanksAnswer(refit=offer.refit, faults=(Fault("engine", "", f"check raised {type(exc).__name__}: {exc}"),))
 
     def _unpacker(self, rank: int, plan: Plan) -> Unpacker:
         key = (rank, plan.digest)
@@ -570,7 +574,8 @@ class RankSet:
             yield from self._fill_stage(run, copies)
             self._check_paged_end(run)
         else:
-            yield from self._load_stream(run, self._landed_steps(run), in_place=True)
+            feed = _Feed(self, run)
+            yield from self._load_stream(run, feed, self._landed_steps(feed), in_place=True)
             self._check_paged_end(run)
             self._prove(run)
         run.verified = True
@@ -590,7 +595,8 @@ class RankSet:
         for attempt in (1, 2):
             try:
                 run.applied.clear()
-                yield from self._load_stream(run, iter(self._staged_steps(copies)), in_place=False)
+                feed = _Feed(self, run)
+                yield from self._load_stream(run, feed, self._staged_steps(feed, copies), in_place=False)
                 self._prove(run)
                 break
             except (EngineError, WeightBusError) as exc:
@@ -602,9 +608,9 @@ class RankSet:
 
     def _fill_stage(self, run: RankRun, copies: list[list[Landed]]) -> Script:
         count = 0
-        while not all(lane.total is not None and lane.taken >= lane.total for lane in self.lanes):
-            yield Wait(lambda: run.aborted is not None or any(lane.readable() for lane in self.lanes)
-                       or all(lane.total is not None and lane.taken >= lane.total for lane in self.lanes), run.deadline)
+        while not self._all_taken():
+            yield Wait(lambda: run.aborted is not None or run.dropped or any(lane.readable() for lane in self.lanes)
+                       or self._all_taken(), run.deadline)
             self._raise_if_over(run)
             for i, lane in enumerate(self.lanes):
                 if lane.readable():
@@ -635,40 +641,42 @@ class RankSet:
             raise TransferTimeout("the refit did not end in time", phase="stream",
                                   advice="Raise send's timeout, or look for the stalled side in its log.")
 
-    # A step is what one load call takes: per lane the landed bucket, all of one index (planned) or of one rank (paged).
-
-    def _landed_steps(self, run: RankRun) -> Iterator[tuple[list[tuple[InboundLane, Landed]], list[Any]] | None]:
+    def _landed_steps(self, feed: _Feed) -> Iterator[_Step | None]:
         """Buckets as they land; None when there is nothing yet."""
-        planned = all(lane.plan is not None for lane in self.lanes)
-        while not all(lane.total is not None and lane.taken >= lane.total for lane in self.lanes):
-            if planned and all(lane.readable() for lane in self.lanes):
-                yield [(lane, lane.ready.popleft()) for lane in self.lanes], []
-            elif not planned and any(lane.readable() for lane in self.lanes):
-                lane = next(lane for lane in self.lanes if lane.readable())
-                yield [(lane, lane.ready.popleft())], []
-            else:
-                yield None
+        while not self._all_taken():
+            step = feed.choose(self.lanes)
+            yield None if step is None else [(lane, lane.ready.popleft()) for lane in step]
 
-    def _staged_steps(self, copies: list[list[Landed]]) -> list[tuple[list[tuple[InboundLane, Landed]], list[Any]]]:
-        if all(lane.plan is not None for lane in self.lanes):
-            return [(list(zip(self.lanes, row, strict=True)), []) for row in zip(*copies, strict=True)]
-        longest = max(len(c) for c in copies)
-        return [([(lane, c[k])], []) for k in range(longest) for lane, c in zip(self.lanes, copies, strict=True) if k < len(c)]
+    def _all_taken(self) -> bool:
+        return all(lane.total is not None and lane.next_bucket >= lane.total and not lane.ready for lane in self.lanes)
 
-    def _load_stream(self, run: RankRun, steps: Iterator[Any], *, in_place: bool) -> Script:
-        feed = _Feed(self, run)
+    def _staged_steps(self, feed: _Feed, copies: list[list[Landed]]) -> Iterator[_Step]:
+        at = dict.fromkeys(self.lanes, 0)
+        rows = dict(zip(self.lanes, copies, strict=True))
+        if feed.planned:
+            yield from (list(zip(self.lanes, row, strict=True)) for row in zip(*copies, strict=True))
+            return
+        while any(at[lane] < len(rows[lane]) for lane in self.lanes):
+            lane = next((x for x in self.lanes if feed.hungry(x) and at[x] < len(rows[x])), None)
+            if lane is None:
+                feed.close()  # raises where the ranks' streams end differently
+                return
+            at[lane] += 1
+            yield [(lane, rows[lane][at[lane] - 1])]
+
+    def _load_stream(self, run: RankRun, feed: _Feed, steps: Iterator[_Step | None], *, in_place: bool) -> Script:
         for step in steps:
             if step is None:
                 start = time.monotonic()
-                yield Wait(lambda: run.aborted is not None or run.dropped or self._anything(), run.deadline)
+                yield Wait(lambda: run.aborted is not None or run.dropped or feed.choose(self.lanes) is not None or self._all_taken(), run.deadline)
                 run.seconds["wait"] += time.monotonic() - start
                 self._raise_if_over(run)
                 continue
-            for lane, landed in step[0]:
+            for lane, landed in step:
                 lane.expect(landed)
-            job = yield from self._run_load(run, feed, step[0], in_place)
+            job = yield from self._run_load(run, feed, step, in_place)
             if job.error is not None:
-                for lane, landed in step[0]:
+                for lane, landed in step:
                     self._release_later(job, lane, landed, run, credit=False)
                 raise self._wrapped(job.error)
             for lane, landed, event in feed.spent(job.result):
@@ -678,13 +686,7 @@ class RankSet:
                 self._raise_if_over(run)
         feed.close()
 
-    def _anything(self) -> bool:
-        if all(lane.plan is not None for lane in self.lanes):
-            return all(lane.readable() for lane in self.lanes)
-        return any(lane.readable() for lane in self.lanes) or all(
-            lane.total is not None and lane.taken >= lane.total for lane in self.lanes)
-
-    def _run_load(self, run: RankRun, feed: _Feed, step: list[tuple[InboundLane, Landed]], in_place: bool) -> Generator[Wait, bool, Job]:
+    def _run_load(self, run: RankRun, feed: _Feed, step: _Step, in_place: bool) -> Generator[Wait, bool, Job]:
         self._reading = True
         try:
             return (yield from self._jobs.run("load", lambda: feed.load(step, check=in_place), run.deadline,
@@ -799,11 +801,25 @@ class _Feed:
 
     def __init__(self, ranks: RankSet, run: RankRun) -> None:
         self._ranks, self._run = ranks, run
-        self._planned = all(lane.plan is not None for lane in ranks.lanes)
-        self._aligner = None if self._planned else Aligner(ranks.ranks)
+        self.planned = all(lane.plan is not None for lane in ranks.lanes)
+        self._aligner = None if self.planned else Aligner(ranks.ranks)
         self._paged = {lane.rank: PagedUnpacker() for lane in ranks.lanes}
+        for lane in ranks.lanes:
+            if lane.unpacker is not None:
+                lane.unpacker.reset()
 
-    def load(self, step: list[tuple[InboundLane, Landed]], *, check: bool) -> Any:
+    def hungry(self, lane: InboundLane) -> bool:
+        """At most one outstanding batch per rank: more would be views of slots that fill again."""
+        return self._aligner is not None and lane.rank in self._aligner.hungry()
+
+    def choose(self, lanes: Sequence[InboundLane]) -> list[InboundLane] | None:
+        """The lanes whose next buckets make the next step, once they are here."""
+        if self.planned:
+            return list(lanes) if all(lane.readable() for lane in lanes) else None
+        lane = next((x for x in lanes if self.hungry(x) and x.readable()), None)
+        return None if lane is None else [lane]
+
+    def load(self, step: _Step, *, check: bool) -> Any:
         """Verify and load one step; what was used up and the event after which it may be released."""
         run, loader = self._run, self._ranks._loader
         start = time.perf_counter()
@@ -813,7 +829,7 @@ class _Feed:
         loaded = time.perf_counter()
         run.seconds["verify"] += loaded - start
         spent: list[tuple[InboundLane, Landed]] = []
-        if self._planned:
+        if self.planned:
             batches = [lane.unpacker.batch(landed.index, landed.memory) for lane, landed in step if lane.unpacker is not None]
             self._call(loader, batches)
             spent = list(step)
@@ -834,7 +850,7 @@ class _Feed:
             self._run.applied.update(result.skipped)
             self._run.skipped.extend(result.skipped)
 
-    def _align(self, loader: EngineLoader, step: list[tuple[InboundLane, Landed]]) -> list[tuple[InboundLane, Landed]]:
+    def _align(self, loader: EngineLoader, step: _Step) -> list[tuple[InboundLane, Landed]]:
         aligner = self._aligner
         if aligner is None:
             return []

@@ -115,11 +115,13 @@ def parse_rules(names: Mapping[str, str] | Sequence[NameRule | tuple[str, str]] 
         if isinstance(item, NameRule):
             rules.append(item)
             continue
+        if not isinstance(item, (tuple, list)) or len(item) != 2 or not all(isinstance(text, str) for text in item):
+            faults.append(f"{item!r} is no pair of pattern and replacement")
+            continue
         try:
-            pattern, replacement = item  # type: ignore[misc]
-            rules.append(NameRule(pattern, replacement))
-        except (TypeError, ValueError) as exc:  # ConfigError is a ValueError
-            faults.append(exc.what if isinstance(exc, ConfigError) else f"{item!r} is no pair of pattern, replacement")
+            rules.append(NameRule(item[0], item[1]))
+        except ConfigError as exc:
+            faults.append(exc.what)
     if faults:
         raise ConfigError(f"name rules: {'; '.join(faults)}", advice="write names={r'model\\.(.*)': r'\\1'}")
     return tuple(rules)

@@ -317,7 +317,7 @@ class SendRun:
             nonlocal packer, current, first, specs, segments, end
             page = PageOut(current, first, tuple(specs), tuple(segments))
             self._hand_over(current, packer, single_page(specs, first, segments), 0, page)
-            current, first, specs, segments, end = current + 1, count, [], [], 0
+            current, first, specs, segments, end = current + 1, first + len(specs), [], [], 0
             packer = self._acquire(current)
 
         for spec, tensor in source.iterate_paged():

@@ -244,15 +244,14 @@ def make_plans(
     """One plan per sender, all cut at the same tensors.
 
     Args:
-        manifests: in travel order, with equal names in equal order; sizes may differ.
+        manifests: in travel order, with equal names in equal order (`check_names`); sizes may differ.
         groups: index tuples; members that do not follow each other are assembled by receivers.
         bucket_bytes: the smallest of the lanes' bucket sizes.
 
     Raises:
-        ConfigError: `bucket_bytes` cannot work. AlignmentError: names differ between senders.
+        ConfigError: `bucket_bytes` cannot work.
     """
     check_bucket_bytes(bucket_bytes)
-    _check_names(manifests)
     lanes = [_LaneBuilder(m, bucket_bytes // ALIGN_BYTES * ALIGN_BYTES) for m in manifests]
     for unit in _placement_units(len(manifests[0]), groups):
         crowded = any(not lane.fits(unit) for lane in lanes) and any(lane.segments for lane in lanes)
@@ -260,12 +259,16 @@ def make_plans(
             for lane in lanes:
                 lane.close()
         rests = [[(i, 0) for i in unit] for _ in lanes]
+        early: set[int] = set()
         while True:
             rests = [lane.pour(rest) for lane, rest in zip(lanes, rests, strict=True)]
             if not any(rests):
                 break
+            early = {k for k, rest in enumerate(rests) if not rest}
             for lane in lanes:
                 lane.close()
+        for k in early:  # delivered on all lanes in the same step
+            lanes[k].put(unit[-1], lanes[k].sizes[unit[-1]], 0)
     if any(lane.segments for lane in lanes) or not lanes[0].buckets:
         for lane in lanes:
             lane.close()
@@ -286,7 +289,8 @@ def _placement_units(count: int, groups: Sequence[Sequence[int]]) -> list[tuple[
     return units
 
 
-def _check_names(manifests: Sequence[Manifest]) -> None:
+def check_names(manifests: Sequence[Manifest]) -> None:
+    """Raises AlignmentError where senders do not offer the same names in the same order."""
     want = [spec.names for spec in manifests[0]]
     for rank, manifest in enumerate(manifests[1:], 1):
         have = [spec.names for spec in manifest]

@@ -180,9 +180,7 @@ class Reactor:
             moved = True
         for service in list(self._services):
             moved |= service.tick()
-        while self._step_scripts():
-            moved = True
-        return moved
+        return self._step_scripts() or moved
 
     def _run(self) -> None:
         poller, watched = zmq.Poller(), []

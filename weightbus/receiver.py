@@ -90,7 +90,7 @@ class MemberSide:
 
     def _make_driver(self, adapter: Adapter) -> None:
         config = self._config
-        self.driver = Driver(self._reactor, config.engine, config.world, adapter.driver(), self.jobs,
+        self.driver = Driver(self._reactor, config.engine, config.world, adapter.driver, self.jobs,
                              self._tell, self._order, self._driver_end)
         if len(config.serves) < config.world:
             host = config.bind_host or local_host_towards(config.address)

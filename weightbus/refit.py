@@ -68,6 +68,7 @@ class Driver:
 
     Args:
         world: number of ranks of the engine.
+        driver: makes the adapter's driver side; called once, in the caller's thread.
         tell: sends a message to the coordinator; False when it is not there.
         order: sends a RankOrder to every rank process, this one included.
         on_end: the refit is over for this process, with its report.
@@ -78,7 +79,7 @@ class Driver:
         reactor: Reactor,
         engine: str,
         world: int,
-        driver: EngineDriver,
+        driver: Callable[[], EngineDriver],
         jobs: Jobs,
         tell: Callable[[object], bool],
         order: Callable[[m.RankOrder], None],
@@ -87,11 +88,19 @@ class Driver:
         self.held = Held()
         self.run: DriverRun | None = None
         self.engine, self.world = engine, world
-        self._reactor, self._driver, self._jobs = reactor, driver, jobs
+        self._reactor, self._make, self._jobs = reactor, driver, jobs
+        self._made: EngineDriver | None = None
         self._tell, self._order, self._on_end = tell, order, on_end
         self._next: m.OfferDriver | None = None
         self._asked: dict[tuple[int, ...], m.RankState] = {}
         self._dead_ranks: set[tuple[int, ...]] = set()
+
+    @property
+    def _driver(self) -> EngineDriver:
+        """Made when it is first needed: rank 0 of an engine with a driver of its own never does."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made
 
     # ---- messages
 
@@ -384,6 +393,7 @@ class Driver:
             self._on_end(report, run)
 
     def close(self) -> None:
-        self._driver.close()
+        if self._made is not None:
+            self._made.close()
 
 

@@ -50,6 +50,7 @@ class _Send:
     """One `send` call as the bus thread sees it."""
 
     version: int
+    ready: Callable[[], None] | None = None
     plan_message: m.SendPlan | None = None
     run: SendRun | None = None
     go: bool = False
@@ -66,10 +67,13 @@ class SenderSide:
 
     Args:
         tell: delivers a message to the coordinator, in this process or over a link; False when it is not there.
+        refused: why the coordinator does not let this sender in, if so.
     """
 
     def __init__(self, reactor: Reactor, backend: Backend, config: SenderConfig, tell: Callable[[object], bool],
-                 join_group: Callable[[m.JoinGroup], None], events: EventHandler | None) -> None:
+                 join_group: Callable[[m.JoinGroup], None], events: EventHandler | None,
+                 refused: Callable[[], WeightBusError | None] = lambda: None) -> None:
+        self._refused = refused
         self._reactor, self._backend, self._config = reactor, backend, config
         self._tell, self._join_group, self._events = tell, join_group, events
         self.name = f"sender/{config.rank}"
@@ -108,11 +112,15 @@ class SenderSide:
         def offer() -> None:
             self._send = call
             start()
-            self._tell_ready(opened, bad, version, partial)
+            call.ready = lambda: self._tell_ready(opened, bad, version, partial)
+            call.ready()
 
         self._reactor.call(offer)
         try:
-            self._reactor.wait(lambda: call.go or call.over, deadline)
+            self._reactor.wait(lambda: call.go or call.over or self._refused() is not None, deadline)
+            refused = self._refused()
+            if refused is not None:
+                raise refused
             self._stream(call, opened, deadline)
             if not self._reactor.wait(lambda: call.over, deadline) and call.lost is None:
                 raise LocalProtocolError("the coordinator never ended this refit", phase="commit")
@@ -126,6 +134,13 @@ class SenderSide:
                                buffers=buffers, cache=self._cache), None
         except WeightBusError as exc:
             return None, exc
+
+    def rejoined(self) -> None:
+        """The connection to the coordinator stands (again): it knows nothing of this sender."""
+        self._told = None
+        call = self._send
+        if call is not None and call.plan_message is None and not call.over and call.ready is not None:
+            call.ready()
 
     def _tell_ready(self, opened: Source | None, bad: WeightBusError | None, version: int, partial: bool) -> None:
         manifest = opened.manifest if opened is not None else None
@@ -235,13 +250,13 @@ class SenderSide:
             version = self._send.version if self._send is not None else -1
             self._events(Event(kind=kind, version=version, done=done, total=total))
 
-    def lost(self) -> None:
+    def lost(self, error: WeightBusError | None = None) -> None:
         """The coordinator is gone (further senders only)."""
         self._told = None
         self._plan = (0, None)
         call = self._send
         if call is not None and not call.over:
-            call.lost = PeerLost("the coordinator (sender rank 0) is gone", peer="sender/0", phase="stream",
+            call.lost = error or PeerLost("the coordinator (sender rank 0) is gone", peer="sender/0", phase="stream",
                                  advice="Start it again; engines keep or discard as their failure row says.")
             if call.run is not None:
                 call.run.end()

@@ -96,7 +96,7 @@ def open_source(
             ``dict.items()`` are read at once; other iterables need `manifest` or `remembered`, or are paged.
         manifest: what the caller says will come. For a module or mapping: names to select, with `partial`; else it must
             name everything, and its order is taken.
-        remembered: the manifest of the previous send, used for a bare iterable.
+        remembered: the manifest of the previous send; a bare iterable is checked against it, unless `partial`.
         partial: only some names change.
         cast: regular expression (whole name) to dtype on the wire; the first match applies.
         buffers: ``"persistent"``, or ``"all"`` for non-persistent ones too.
@@ -116,7 +116,7 @@ def open_source(
             raise ConfigError(
                 f"{type(source).__name__} is no source", advice="send a Module, a mapping or (name, tensor) pairs"
             )
-        expected = given or remembered
+        expected = given or (None if partial else remembered)
         _check_casts(casts, expected, partial)
         return _Stream(source, expected, casts)
     request = _Request(casts, buffers, partial, given)

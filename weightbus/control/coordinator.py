@@ -24,7 +24,7 @@ from weightbus.errors import (
 )
 from weightbus.manifest import Manifest
 from weightbus.names import grouping
-from weightbus.plan import Plan, make_plans, permute
+from weightbus.plan import Plan, check_names, make_plans, permute
 from weightbus.reactor import Reactor, Script, Wait, log
 
 REPORT_GRACE_S = 10.0
@@ -151,6 +151,7 @@ class RefitRun:
     group_waits: set[str] = attrs.field(factory=set)
     source_ends: dict[int, m.SourceEnd] = attrs.field(factory=dict)
     error: WeightBusError | None = None
+    first_error: WeightBusError | None = None
     paged: bool = False
     streaming: bool = False
     ended: bool = False
@@ -444,6 +445,7 @@ class Coordinator:
         """Drop one engine from the refit; its driver's report, or the grace, settles its outcome."""
         if e.error is None:
             e.error = error
+            run.first_error = run.first_error or error
             log.info("refit %s: engine %s is out: %s", run.refit[:8], e.name, error)
         elif e.give_up is not None:
             return
@@ -586,6 +588,7 @@ class Coordinator:
                 e.answer = "SILENT"
                 self.fail(run, e, self._stalled(e, "offer"))
             elif e.answer == "REFUSED" and e.error is not None:
+                e.outcome = e.engine.outcome
                 raise e.error
             elif e.answer == ALREADY:
                 e.outcome = Outcome.READY.value
@@ -615,6 +618,7 @@ class Coordinator:
         sizes = [self._bucket_bytes, *(s.join.bucket_bytes for s in self.senders.values())]
         key = (tuple(x.digest() for x in manifests), tuple(dict.fromkeys(rules)), reorder, min(sizes))
         if key not in self._plans:
+            check_names(manifests)
             grouped = grouping(manifests[0], list(dict.fromkeys(rules)), reorder=reorder)
             place = {old: new for new, old in enumerate(grouped.order)}
             groups = [tuple(sorted(place[i] for i in g)) for g in grouped.groups]
@@ -738,7 +742,8 @@ class Coordinator:
 
     def _news(self, run: RefitRun) -> bool:
         waiting = [e for e in run.active() if not e.committed]
-        return not waiting or any(e.complete for e in waiting)
+        enough = all if self.config.cohort == "all" else any
+        return not waiting or enough(e.complete for e in waiting)
 
     def _commit_ready(self, run: RefitRun) -> None:
         waiting = [e for e in run.active() if not e.committed]
@@ -804,7 +809,7 @@ class Coordinator:
         failed = [e for e in run.engines.values() if not self._is_current(run, e)]
         if not failed and run.error is None:
             return None
-        first = next((e.error for e in failed if e.error is not None), run.error)
+        first = run.first_error or run.error
         what = f"{len(current)} of {len(run.engines)} engines are on version {run.version}: " + ", ".join(f"{k} {v}" for k, v in outcomes.items())
         error = PartialRefitError(what if first is None else f"{what}. First cause: {first}", outcomes=outcomes,
                                   advice="Send the same version again: it feeds only those that lack it.")

@@ -51,12 +51,28 @@ def write_memory(tensor: torch.Tensor, data: bytes) -> None:
 
 
 def resources() -> dict[str, Any]:
-    """What this process holds that could leak: descriptors, threads, shared memory that it maps or that has a name."""
+    """What could be left behind: this process's descriptors, threads, shared maps; names of shared memory without user.
+
+    Names that any process of this machine has mapped are left out: they may belong to somebody else's work.
+    """
     with open("/proc/self/maps") as maps:
         shared = sum(" rw-s " in line for line in maps)
-    links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(int(fd))]
+    fds = sum(_is_open(int(fd)) for fd in os.listdir("/proc/self/fd"))
     threads = len(os.listdir("/proc/self/task"))
-    return {"fds": len(links), "threads": threads, "shared_maps": shared, "shm": sorted(os.listdir("/dev/shm"))}
+    names = sorted(set(os.listdir("/dev/shm")) - _names_in_use())
+    return {"fds": fds, "threads": threads, "shared_maps": shared, "shm": names}
+
+
+def _names_in_use() -> set[str]:
+    """Names in /dev/shm that some process has mapped, as far as this user may look."""
+    used: set[str] = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/maps") as maps:
+                used.update(line.rpartition("/dev/shm/")[2].strip() for line in maps if "/dev/shm/" in line)
+        except OSError:
+            continue
+    return used
 
 
 def _is_open(fd: int) -> bool:
