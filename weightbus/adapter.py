@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import attrs
@@ -42,6 +42,14 @@ class Outcome(enum.Enum):
     DEAD = "DEAD"  #: its process is gone
     BEHIND = "BEHIND"  #: skipped: it lacks the base version of a partial refit
     UNKNOWN = "UNKNOWN"  #: no report of its driver by the deadline; the next offer settles it
+
+
+def _texts(values: Iterable[str]) -> tuple[str, ...]:
+    return tuple(values)
+
+
+def _rules(values: Iterable[GroupRule]) -> tuple[GroupRule, ...]:
+    return tuple(values)
 
 
 @attrs.frozen
@@ -84,8 +92,8 @@ class GroupRules:
         adjacent: names of one key follow each other where the source can be reordered (a module, a layer).
     """
 
-    together: tuple[GroupRule, ...] = attrs.field(default=(), converter=tuple)
-    adjacent: tuple[GroupRule, ...] = attrs.field(default=(), converter=tuple)
+    together: tuple[GroupRule, ...] = attrs.field(default=(), converter=_rules)
+    adjacent: tuple[GroupRule, ...] = attrs.field(default=(), converter=_rules)
 
 
 @attrs.frozen(kw_only=True)
@@ -124,8 +132,8 @@ class LoadResult:
         skipped: names the engine legitimately does not hold, each reported to the user.
     """
 
-    applied: tuple[str, ...] = attrs.field(default=(), converter=tuple)
-    skipped: tuple[str, ...] = attrs.field(default=(), converter=tuple)
+    applied: tuple[str, ...] = attrs.field(default=(), converter=_texts)
+    skipped: tuple[str, ...] = attrs.field(default=(), converter=_texts)
 
 
 class EngineLoader(ABC):
@@ -152,10 +160,10 @@ class EngineLoader(ABC):
         current stream, and core waits for what `load` enqueued on it before the memory is used again.
         """
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:  # noqa: B027 (optional step)
         """The refit failed after `load` was called; drop whatever is kept of it."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (optional step)
         """The bus closes. Idempotent."""
 
 
@@ -183,10 +191,10 @@ class EngineDriver(ABC):
             resume: with ``loaded=False``: serve again (the engine was READY before).
         """
 
-    def heal(self, deadline: Deadline) -> None:
+    def heal(self, deadline: Deadline) -> None:  # noqa: B027 (optional step)
         """Before `begin` on an engine that is DIRTY, HELD or PAUSED: take over what a former refit left open."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (optional step)
         """The bus closes. Idempotent."""
 
 

@@ -104,7 +104,7 @@ class Packer:
 
     def _finish_device(self, used: int) -> Packed:
         value = digests.digest(self._target, used) if self._verify else 0
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return Packed(used_bytes=used, ready=event.query, digest=lambda: value)
 
@@ -148,14 +148,19 @@ class Unpacker:
         for unit in plan.deliveries[index]:
             for i in unit.tensors:
                 spec = plan.manifest.tensors[i]
-                tensor = (view_of(spec, memory, at[i]) if unit.direct
-                          else view_of(spec, self._assembly.pop(i), 0) if spec.nbytes else view_of(spec, memory, 0))
+                tensor = (
+                    view_of(spec, memory, at[i])
+                    if unit.direct
+                    else view_of(spec, self._assembly.pop(i), 0)
+                    if spec.nbytes
+                    else view_of(spec, memory, 0)
+                )
                 batch.extend((name, tensor) for name in self._names[i])
         return batch
 
     def _direct(self, index: int, memory: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         specs = self.plan.manifest.tensors
-        batch = []
+        batch: list[tuple[str, torch.Tensor]] = []
         for s in self.plan.buckets[index].segments:
             tensor = view_of(specs[s.tensor], memory, s.offset)
             batch.extend((name, tensor) for name in self._names[s.tensor])

@@ -13,9 +13,7 @@ import torch
 
 from weightbus.adapter import Adapter
 from weightbus.backend import Backend
-from weightbus.config import (
-    SizeLike, check_receiver, check_sender, device_of, host_id, parse_bytes,
-)
+from weightbus.config import SizeLike, check_receiver, check_sender, device_of, host_id, parse_bytes
 from weightbus.control import messages as m
 from weightbus.control import security
 from weightbus.control.coordinator import Coordinator, CoordinatorConfig
@@ -83,7 +81,9 @@ class Handle:
     def __enter__(self) -> Handle:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if not self.done():
             self.cancel()
             self._thread.join(60)
@@ -170,24 +170,66 @@ class WeightBus:
             ConfigError: all wrong settings at once; nothing was bound or allocated.
         """
         where = device_of(device)
-        size = check_sender(bind=bind, address=address, rank=rank, senders=senders, receivers=receivers, slots=slots,
-                            lanes=lanes, cohort=cohort, verify=verify, bucket_bytes=bucket_bytes, device=where,
-                            stall_timeout=stall_timeout, finish_timeout=finish_timeout,
-                            max_host_bytes=max_host_bytes, max_device_bytes=max_device_bytes)
+        size = check_sender(
+            bind=bind,
+            address=address,
+            rank=rank,
+            senders=senders,
+            receivers=receivers,
+            slots=slots,
+            lanes=lanes,
+            cohort=cohort,
+            verify=verify,
+            bucket_bytes=bucket_bytes,
+            device=where,
+            stall_timeout=stall_timeout,
+            finish_timeout=finish_timeout,
+            max_host_bytes=max_host_bytes,
+            max_device_bytes=max_device_bytes,
+        )
         token = security.resolve_token(token)
         loaded = _usable(load_backend(backend, backend_options), backend, where)
         check = verify not in (False, "off")
-        config = SenderConfig(rank=rank, senders=senders, device=where, bucket_bytes=size, slots=slots, verify=check,
-                              poison=poison, max_host_bytes=parse_bytes(max_host_bytes),
-                              max_device_bytes=parse_bytes(max_device_bytes), host=_data_host(bind or address, advertise))
+        config = SenderConfig(
+            rank=rank,
+            senders=senders,
+            device=where,
+            bucket_bytes=size,
+            slots=slots,
+            verify=check,
+            poison=poison,
+            max_host_bytes=parse_bytes(max_host_bytes),
+            max_device_bytes=parse_bytes(max_device_bytes),
+            host=_data_host(bind or address, advertise),
+        )
         reactor = Reactor(f"sender/{rank}")
         bus = cls(reactor, [])
         try:
             if rank == 0:
-                coordination = CoordinatorConfig(senders=senders, receivers=receivers, lanes=lanes, slots=slots, cohort=cohort,
-                                                 verify=check, stall_timeout_s=stall_timeout, finish_timeout_s=finish_timeout)
-                reactor.call(lambda: bus._make_coordinator(reactor, str(bind), token, advertise, coordination, backend,
-                                                           loaded, config, run_id or secrets.token_hex(8), events))
+                coordination = CoordinatorConfig(
+                    senders=senders,
+                    receivers=receivers,
+                    lanes=lanes,
+                    slots=slots,
+                    cohort=cohort,
+                    verify=check,
+                    stall_timeout_s=stall_timeout,
+                    finish_timeout_s=finish_timeout,
+                )
+                reactor.call(
+                    lambda: bus._make_coordinator(
+                        reactor,
+                        str(bind),
+                        token,
+                        advertise,
+                        coordination,
+                        backend,
+                        loaded,
+                        config,
+                        run_id or secrets.token_hex(8),
+                        events,
+                    )
+                )
             else:
                 reactor.call(lambda: bus._make_further(reactor, str(address), token, backend, loaded, config, events))
         except BaseException:
@@ -195,14 +237,37 @@ class WeightBus:
             raise
         return bus
 
-    def _make_coordinator(self, reactor: Reactor, bind: str, token: str | None, advertise: str | None, config: CoordinatorConfig,
-                          name: str, backend: Backend, sender: SenderConfig, run_id: str, events: EventHandler | None) -> None:
+    def _make_coordinator(
+        self,
+        reactor: Reactor,
+        bind: str,
+        token: str | None,
+        advertise: str | None,
+        config: CoordinatorConfig,
+        name: str,
+        backend: Backend,
+        sender: SenderConfig,
+        run_id: str,
+        events: EventHandler | None,
+    ) -> None:
         def changed(engine: str, kind: str) -> None:
             if events is not None:
                 events(Event(kind=kind, engine=engine))
 
-        coordinator = Coordinator(reactor, bind, token, advertise, config, name, backend, sender.bucket_bytes, run_id,
-                                  host_id(), lambda message: side.handle(message), changed)
+        coordinator = Coordinator(
+            reactor,
+            bind,
+            token,
+            advertise,
+            config,
+            name,
+            backend,
+            sender.bucket_bytes,
+            run_id,
+            host_id(),
+            lambda message: side.handle(message),
+            changed,
+        )
 
         def tell(message: object) -> bool:
             coordinator.on_sender(0, message)
@@ -216,14 +281,33 @@ class WeightBus:
         self._coordinator, self._sender, self._address = coordinator, side, coordinator.hub.address
         self._closers += [lambda: reactor.remove(side), coordinator.close]
 
-    def _make_further(self, reactor: Reactor, address: str, token: str | None, name: str, backend: Backend,
-                      config: SenderConfig, events: EventHandler | None) -> None:
+    def _make_further(
+        self,
+        reactor: Reactor,
+        address: str,
+        token: str | None,
+        name: str,
+        backend: Backend,
+        config: SenderConfig,
+        events: EventHandler | None,
+    ) -> None:
         identity = secrets.token_hex(16)
 
         def up() -> None:
-            link.send(m.Join(protocol=m.PROTOCOL, member=f"sender/{config.rank}", incarnation=identity, host=host_id(),
-                             pid=os.getpid(), backend=name, fingerprint=backend.fingerprint(), sender_rank=config.rank,
-                             senders=config.senders, bucket_bytes=config.bucket_bytes))
+            link.send(
+                m.Join(
+                    protocol=m.PROTOCOL,
+                    member=f"sender/{config.rank}",
+                    incarnation=identity,
+                    host=host_id(),
+                    pid=os.getpid(),
+                    backend=name,
+                    fingerprint=backend.fingerprint(),
+                    sender_rank=config.rank,
+                    senders=config.senders,
+                    bucket_bytes=config.bucket_bytes,
+                )
+            )
 
         def handle(message: Any) -> None:
             if isinstance(message, m.Welcome) and message.error is None:
@@ -300,15 +384,42 @@ class WeightBus:
         Raises:
             ConfigError: all wrong settings at once.
         """
-        check_receiver(address=address, engine=engine, rank=rank, ranks=ranks, stage=stage,
-                       max_host_bytes=max_host_bytes, max_device_bytes=max_device_bytes)
+        check_receiver(
+            address=address,
+            engine=engine,
+            rank=rank,
+            ranks=ranks,
+            stage=stage,
+            max_host_bytes=max_host_bytes,
+            max_device_bytes=max_device_bytes,
+        )
         serves = tuple(range(ranks)) if rank is None else (rank,)
         drives = "fallback" if 0 in serves else "no"
-        inbound = InboundConfig(stage=stage, paged_in_place=allow_paged_in_place, poison=poison, names=parse_rules(names),
-                                max_host_bytes=parse_bytes(max_host_bytes), max_device_bytes=parse_bytes(max_device_bytes),
-                                host=_data_host(address, advertise))
-        return cls._member_bus(address, engine, ranks, serves, drives, backend, backend_options, adapter, adapter_options,
-                               device, inbound, token, advertise, events)
+        inbound = InboundConfig(
+            stage=stage,
+            paged_in_place=allow_paged_in_place,
+            poison=poison,
+            names=parse_rules(names),
+            max_host_bytes=parse_bytes(max_host_bytes),
+            max_device_bytes=parse_bytes(max_device_bytes),
+            host=_data_host(address, advertise),
+        )
+        return cls._member_bus(
+            address,
+            engine,
+            ranks,
+            serves,
+            drives,
+            backend,
+            backend_options,
+            adapter,
+            adapter_options,
+            device,
+            inbound,
+            token,
+            advertise,
+            events,
+        )
 
     @classmethod
     def driver(
@@ -335,15 +446,50 @@ class WeightBus:
             bind_host: local address for the channel to the ranks; None: found by the route to `address`.
             events: called with `Event`, on the bus thread.
         """
-        check_receiver(address=address, engine=engine, rank=None, ranks=ranks, stage=None, max_host_bytes=None, max_device_bytes=None)
-        return cls._member_bus(address, engine, ranks, (), "yes", "", None, adapter, adapter_options, None, InboundConfig(), token,
-                               bind_host, events)
+        check_receiver(
+            address=address,
+            engine=engine,
+            rank=None,
+            ranks=ranks,
+            stage=None,
+            max_host_bytes=None,
+            max_device_bytes=None,
+        )
+        return cls._member_bus(
+            address,
+            engine,
+            ranks,
+            (),
+            "yes",
+            "",
+            None,
+            adapter,
+            adapter_options,
+            None,
+            InboundConfig(),
+            token,
+            bind_host,
+            events,
+        )
 
     @classmethod
-    def _member_bus(cls, address: str, engine: str, world: int, serves: tuple[int, ...], drives: str, backend: str,
-                    backend_options: Mapping[str, Any] | None, adapter: str | Adapter | None,
-                    adapter_options: Mapping[str, Any] | None, device: str | torch.device | None, inbound: InboundConfig,
-                    token: str | None, host: str | None, events: EventHandler | None) -> WeightBus:
+    def _member_bus(
+        cls,
+        address: str,
+        engine: str,
+        world: int,
+        serves: tuple[int, ...],
+        drives: str,
+        backend: str,
+        backend_options: Mapping[str, Any] | None,
+        adapter: str | Adapter | None,
+        adapter_options: Mapping[str, Any] | None,
+        device: str | torch.device | None,
+        inbound: InboundConfig,
+        token: str | None,
+        host: str | None,
+        events: EventHandler | None,
+    ) -> WeightBus:
         token = security.resolve_token(token)
         loaded_adapter: Adapter = StreamAdapter()
         if isinstance(adapter, Adapter):
@@ -352,8 +498,19 @@ class WeightBus:
             loaded_adapter = load_adapter(adapter, adapter_options)
         where = device_of(device) if device is not None else loaded_adapter.device
         loaded = _usable(load_backend(backend, backend_options), backend, where) if serves else _NoBackend()
-        config = MemberConfig(address=address, engine=engine, world=world, serves=serves, drives=drives, token=token,
-                              device=where, inbound=inbound, backend_name=backend, host=host_id(), bind_host=host)
+        config = MemberConfig(
+            address=address,
+            engine=engine,
+            world=world,
+            serves=serves,
+            drives=drives,
+            token=token,
+            device=where,
+            inbound=inbound,
+            backend_name=backend,
+            host=host_id(),
+            bind_host=host,
+        )
         reactor = Reactor(f"{engine}/{'driver' if not serves else serves[0]}")
         bus = cls(reactor, [])
 
@@ -427,8 +584,17 @@ class WeightBus:
                     return run.error
                 return None
 
-            report = side.send(source, version=version, manifest=manifest, partial=partial, cast=cast, buffers=buffers,
-                               timeout_s=timeout, start=start, finish=finish)
+            report = side.send(
+                source,
+                version=version,
+                manifest=manifest,
+                partial=partial,
+                cast=cast,
+                buffers=buffers,
+                timeout_s=timeout,
+                start=start,
+                finish=finish,
+            )
             report.seconds.update(engine_seconds)
             return report
 
@@ -438,7 +604,9 @@ class WeightBus:
             raise ConfigError("isend takes a Module or a mapping of plain tensors", advice="Use send for iterables.")
         values = source.values() if isinstance(source, Mapping) else source.parameters()
         if any(type(t).__name__ == "DTensor" for t in values):
-            raise ConfigError("isend cannot gather DTensors: a collective belongs to the caller's thread", advice="Use send.")
+            raise ConfigError(
+                "isend cannot gather DTensors: a collective belongs to the caller's thread", advice="Use send."
+            )
         if self._sender is None:
             raise LocalProtocolError("this bus receives; it cannot send", advice="Make one with WeightBus.sender.")
         return Handle(lambda: self.send(source, version=version, **options), self._sender.cancel)
@@ -548,7 +716,9 @@ class WeightBus:
     def __enter__(self) -> WeightBus:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -581,8 +751,10 @@ class _NoBackend(Backend):
 
 def _usable(backend: Backend, name: str, device: torch.device) -> Backend:
     if device.type not in backend.capabilities.devices:
-        raise ConfigError(f"backend {name!r} does not move {device.type} memory",
-                          advice=f"It moves: {', '.join(sorted(backend.capabilities.devices))}.")
+        raise ConfigError(
+            f"backend {name!r} does not move {device.type} memory",
+            advice=f"It moves: {', '.join(sorted(backend.capabilities.devices))}.",
+        )
     return backend
 
 
@@ -596,7 +768,9 @@ def _data_host(address: str | None, advertise: str | None) -> str | None:
     return None if host in ("0.0.0.0", "::") else local_host_towards(address)
 
 
-def send(source: Source, bind: str, *, version: int, timeout: float = DEFAULT_TIMEOUT_S, receivers: int = 1, **options: Any) -> RefitReport:
+def send(
+    source: Source, bind: str, *, version: int, timeout: float = DEFAULT_TIMEOUT_S, receivers: int = 1, **options: Any
+) -> RefitReport:
     """One refit from a bus that is made and closed here; blocks until every engine has reported.
 
     Args:
@@ -612,7 +786,9 @@ def send(source: Source, bind: str, *, version: int, timeout: float = DEFAULT_TI
         return bus.send(source, version=version, timeout=timeout, **own)
 
 
-def recv(address: str, *, into: torch.nn.Module | None = None, timeout: float = DEFAULT_TIMEOUT_S, **options: Any) -> Any:
+def recv(
+    address: str, *, into: torch.nn.Module | None = None, timeout: float = DEFAULT_TIMEOUT_S, **options: Any
+) -> Any:
     """One refit into a bus that is made and closed here.
 
     Args:

@@ -45,8 +45,10 @@ def device_of(device: str | torch.device | None) -> torch.device:
         raise ConfigError(f"{device!r} is not a device: {exc}", advice="Write 'cpu' or 'cuda:0'.") from exc
     if found.type == "cuda":
         if not torch.cuda.is_available():
-            raise ConfigError(f"{device!r}: no CUDA device is visible here",
-                              advice="Under Ray, ask for a GPU or set RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1.")
+            raise ConfigError(
+                f"{device!r}: no CUDA device is visible here",
+                advice="Under Ray, ask for a GPU or set RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1.",
+            )
         found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
     return found
 
@@ -100,9 +102,22 @@ def _memory(bound: SizeLike | None, name: str, need: int, wrong: list[str]) -> N
 
 
 def check_sender(
-    *, bind: str | None, address: str | None, rank: int, senders: int, receivers: int | None, slots: int, lanes: str,
-    cohort: str, verify: str | bool, bucket_bytes: SizeLike | None, device: torch.device, stall_timeout: float,
-    finish_timeout: float, max_host_bytes: SizeLike | None, max_device_bytes: SizeLike | None,
+    *,
+    bind: str | None,
+    address: str | None,
+    rank: int,
+    senders: int,
+    receivers: int | None,
+    slots: int,
+    lanes: str,
+    cohort: str,
+    verify: str | bool,
+    bucket_bytes: SizeLike | None,
+    device: torch.device,
+    stall_timeout: float,
+    finish_timeout: float,
+    max_host_bytes: SizeLike | None,
+    max_device_bytes: SizeLike | None,
 ) -> int:
     """Refuse wrong settings of a sender, all at once; the bucket size in bytes."""
     wrong: list[str] = []
@@ -124,16 +139,32 @@ def check_sender(
         wrong.append(f"verify is {verify!r}; known: True, False, 'on', 'off'")
     _positive("stall_timeout", stall_timeout, wrong)
     _positive("finish_timeout", finish_timeout, wrong)
-    size = _size("bucket_bytes", DEFAULT_BUCKET_BYTES.get(device.type, 256 << 20) if bucket_bytes is None else bucket_bytes,
-                 MIN_BUCKET_BYTES, MAX_BUCKET_BYTES, wrong) or 0
+    size = (
+        _size(
+            "bucket_bytes",
+            DEFAULT_BUCKET_BYTES.get(device.type, 256 << 20) if bucket_bytes is None else bucket_bytes,
+            MIN_BUCKET_BYTES,
+            MAX_BUCKET_BYTES,
+            wrong,
+        )
+        or 0
+    )
     here = {"cpu": ("max_host_bytes", max_host_bytes), "cuda": ("max_device_bytes", max_device_bytes)}[device.type]
     _memory(here[1], here[0], size * slots, wrong)
     _refuse(wrong)
     return size
 
 
-def check_receiver(*, address: str, engine: str, rank: int | None, ranks: int, stage: str | None,
-                   max_host_bytes: SizeLike | None, max_device_bytes: SizeLike | None) -> None:
+def check_receiver(
+    *,
+    address: str,
+    engine: str,
+    rank: int | None,
+    ranks: int,
+    stage: str | None,
+    max_host_bytes: SizeLike | None,
+    max_device_bytes: SizeLike | None,
+) -> None:
     """Refuse wrong settings of a receiver or driver, all at once."""
     wrong: list[str] = []
     _address("address", address, wrong)

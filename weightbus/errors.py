@@ -1,27 +1,27 @@
 """The one tree of errors. Each says what happened, where, and what to do.
 
-    WeightBusError
-    ├── ConfigError (ValueError)
-    │   ├── UnknownPlugin          lists the known names
-    │   ├── AmbiguousPlugin        names both distributions
-    │   └── BackendUnavailable     says which extra to install, keeps the cause
-    ├── AlignmentError             missing, unexpected and mismatched names, of all receivers
-    ├── RefitError
-    │   ├── PartialRefitError      some engines are not on the new version; carries every outcome
-    │   ├── RefitAborted           ended by a peer, a deadline or a cancel
-    │   ├── SourceError            the sender's source raised, or did not yield what its manifest says
-    │   ├── DigestMismatch         bytes that arrived are not the bytes that were sent
-    │   └── VersionError           a version that must not follow the one held
-    ├── TransportError
-    │   ├── ConnectError
-    │   ├── TransferTimeout (TimeoutError)
-    │   ├── PeerLost               broken by the other side
-    │   ├── EndpointClosed         closed by this side
-    │   └── EndpointBusy           two users at once
-    ├── ProtocolError
-    │   ├── LocalProtocolError     this side broke the rules
-    │   └── RemoteProtocolError    the other side did
-    └── EngineError                an engine refused or died; says what it holds now
+WeightBusError
+├── ConfigError (ValueError)
+│   ├── UnknownPlugin          lists the known names
+│   ├── AmbiguousPlugin        names both distributions
+│   └── BackendUnavailable     says which extra to install, keeps the cause
+├── AlignmentError             missing, unexpected and mismatched names, of all receivers
+├── RefitError
+│   ├── PartialRefitError      some engines are not on the new version; carries every outcome
+│   ├── RefitAborted           ended by a peer, a deadline or a cancel
+│   ├── SourceError            the sender's source raised, or did not yield what its manifest says
+│   ├── DigestMismatch         bytes that arrived are not the bytes that were sent
+│   └── VersionError           a version that must not follow the one held
+├── TransportError
+│   ├── ConnectError
+│   ├── TransferTimeout (TimeoutError)
+│   ├── PeerLost               broken by the other side
+│   ├── EndpointClosed         closed by this side
+│   └── EndpointBusy           two users at once
+├── ProtocolError
+│   ├── LocalProtocolError     this side broke the rules
+│   └── RemoteProtocolError    the other side did
+└── EngineError                an engine refused or died; says what it holds now
 """
 
 from __future__ import annotations
@@ -65,7 +65,11 @@ class WeightBusError(Exception):
 
     def __str__(self) -> str:
         places = {
-            "peer": self.peer, "lane": self.lane, "bucket": self.bucket, "tensor": self.tensor, "phase": self.phase,
+            "peer": self.peer,
+            "lane": self.lane,
+            "bucket": self.bucket,
+            "tensor": self.tensor,
+            "phase": self.phase,
         }
         where = ", ".join(f"{key} {value}" for key, value in places.items() if value is not None)
         text = f"{self.what} [{where}]" if where else self.what
@@ -103,8 +107,15 @@ class PartialRefitError(RefitError):
         outcomes: engine name to its outcome's text, for every engine of the refit.
     """
 
-    def __init__(self, what: str, *, outcomes: Mapping[str, str] | None = None, phase: str | None = None,
-                 peer: str | None = None, advice: str | None = None) -> None:
+    def __init__(
+        self,
+        what: str,
+        *,
+        outcomes: Mapping[str, str] | None = None,
+        phase: str | None = None,
+        peer: str | None = None,
+        advice: str | None = None,
+    ) -> None:
         super().__init__(what, phase=phase, peer=peer, advice=advice)
         self.outcomes = dict(outcomes or {})
 
@@ -168,8 +179,16 @@ class EngineError(WeightBusError):
         dead: True when the engine's process is known to be gone.
     """
 
-    def __init__(self, what: str, *, dead: bool = False, peer: str | None = None, tensor: str | None = None,
-                 phase: str | None = None, advice: str | None = None) -> None:
+    def __init__(
+        self,
+        what: str,
+        *,
+        dead: bool = False,
+        peer: str | None = None,
+        tensor: str | None = None,
+        phase: str | None = None,
+        advice: str | None = None,
+    ) -> None:
         super().__init__(what, peer=peer, tensor=tensor, phase=phase, advice=advice)
         self.dead = dead
 

@@ -41,8 +41,16 @@ class Header:
     def pack(self) -> bytes:
         flags = FLAG_DIGEST if self.verified else 0
         return _LAYOUT.pack(
-            MAGIC, flags, self.lane_key, self.refit_id, self.plan_digest, self.bucket, self.total, self.used_bytes,
-            self.digest, 0,
+            MAGIC,
+            flags,
+            self.lane_key,
+            self.refit_id,
+            self.plan_digest,
+            self.bucket,
+            self.total,
+            self.used_bytes,
+            self.digest,
+            0,
         )
 
     @classmethod
@@ -53,5 +61,13 @@ class Header:
         magic, flags, key, refit, plan, bucket, total, used, digest, _ = _LAYOUT.unpack(data)
         if magic != MAGIC or len(key) != LANE_KEY_BYTES:
             raise RemoteProtocolError("not a weightbus header")
-        return cls(lane_key=key, refit_id=refit, plan_digest=plan, bucket=bucket, total=total, used_bytes=used,
-                   digest=digest, verified=bool(flags & FLAG_DIGEST))
+        return cls(
+            lane_key=key,
+            refit_id=refit,
+            plan_digest=plan,
+            bucket=bucket,
+            total=total,
+            used_bytes=used,
+            digest=digest,
+            verified=bool(flags & FLAG_DIGEST),
+        )

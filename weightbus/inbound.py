@@ -25,8 +25,15 @@ from weightbus.buffers import SlotPool
 from weightbus.control import messages as m
 from weightbus.deadline import Deadline
 from weightbus.errors import (
-    AlignmentError, ConfigError, DigestMismatch, EngineError, PeerLost, RefitAborted, RemoteProtocolError,
-    TransferTimeout, WeightBusError,
+    AlignmentError,
+    ConfigError,
+    DigestMismatch,
+    EngineError,
+    PeerLost,
+    RefitAborted,
+    RemoteProtocolError,
+    TransferTimeout,
+    WeightBusError,
 )
 from weightbus.header import Header
 from weightbus.jobs import Job, Jobs
@@ -151,13 +158,19 @@ class InboundLane:
     def _accept(self, header: Header, arrival: Arrival) -> None:
         if header.bucket != self.next_bucket:
             raise RemoteProtocolError(
-                f"bucket {header.bucket} came in place of {self.next_bucket}", lane=self.id, bucket=header.bucket,
-                phase="stream", advice="Bytes were lost, doubled or reordered on the way; the refit can be sent again.",
+                f"bucket {header.bucket} came in place of {self.next_bucket}",
+                lane=self.id,
+                bucket=header.bucket,
+                phase="stream",
+                advice="Bytes were lost, doubled or reordered on the way; the refit can be sent again.",
             )
         if header.used_bytes != arrival.nbytes or arrival.nbytes > arrival.region.nbytes:
             raise RemoteProtocolError(
-                f"{arrival.nbytes} bytes landed, the header says {header.used_bytes}", lane=self.id,
-                bucket=header.bucket, phase="stream", advice="The transfer was cut short; send again.",
+                f"{arrival.nbytes} bytes landed, the header says {header.used_bytes}",
+                lane=self.id,
+                bucket=header.bucket,
+                phase="stream",
+                advice="The transfer was cut short; send again.",
             )
         self.next_bucket += 1
         self.ready.append(Landed(header.bucket, arrival.region.tensor, arrival.nbytes, header, arrival))
@@ -205,8 +218,11 @@ def verify(landed: Landed, memory: torch.Tensor, lane: str) -> None:
         have = digests.digest(memory, landed.nbytes)
         if have != landed.header.digest:
             raise DigestMismatch(
-                f"digest {have:016x}, packed as {landed.header.digest:016x}", lane=lane, bucket=landed.index,
-                phase="stream", advice="Memory or transport corrupts data; a full send heals the engine.",
+                f"digest {have:016x}, packed as {landed.header.digest:016x}",
+                lane=lane,
+                bucket=landed.index,
+                phase="stream",
+                advice="Memory or transport corrupts data; a full send heals the engine.",
             )
 
 
@@ -237,7 +253,9 @@ class PagedUnpacker:
         self.specs: list[Any] = []
         self._partial: tuple[int, torch.Tensor, int] | None = None
 
-    def batch(self, page: m.Page, memory: torch.Tensor, names: Callable[[Any], tuple[str, ...]]) -> list[tuple[str, torch.Tensor]]:
+    def batch(
+        self, page: m.Page, memory: torch.Tensor, names: Callable[[Any], tuple[str, ...]]
+    ) -> list[tuple[str, torch.Tensor]]:
         from weightbus.bucket import view_of
 
         if page.first_tensor != len(self.specs):
@@ -251,7 +269,11 @@ class PagedUnpacker:
             if s.nbytes == spec.nbytes:
                 tensor = view_of(spec, memory, s.offset)
             else:
-                index, whole, have = self._partial or (s.tensor, torch.empty(spec.nbytes, dtype=torch.uint8, device=memory.device), 0)
+                index, whole, have = self._partial or (
+                    s.tensor,
+                    torch.empty(spec.nbytes, dtype=torch.uint8, device=memory.device),
+                    0,
+                )
                 if index != s.tensor or s.tensor_offset != have:
                     raise RemoteProtocolError("a tensor's pieces do not follow each other", tensor=spec.name)
                 whole[have : have + s.nbytes].copy_(memory[s.offset : s.offset + s.nbytes])
@@ -367,8 +389,13 @@ class RankSet:
 
     def _enter(self, lane: InboundLane, endpoint: Endpoint, pool: SlotPool, message: m.JoinGroup) -> None:
         lane.key, lane.channel = message.key, None
-        group = GroupSpec(group_id=message.group_id, lane_key=message.key, rank=message.ranks[lane.id],
-                          members=message.members, address=message.address)
+        group = GroupSpec(
+            group_id=message.group_id,
+            lane_key=message.key,
+            rank=message.ranks[lane.id],
+            members=message.members,
+            address=message.address,
+        )
         slots = list(pool.regions)
 
         def enter() -> None:
@@ -403,12 +430,23 @@ class RankSet:
 
     def _say(self, run: RankRun | None, refit: str, error: WeightBusError | None = None) -> None:
         if run is not None and run.offer.refit == refit:
-            state = m.RankState(refit=refit, serves=self.ranks, touched=run.touched, verified=run.verified,
-                                loaded=run.loaded, dropped=run.dropped,
-                                error=None if error is None else m.WireError.of(error, f"{self.engine}/{self.ranks[0]}"))
+            state = m.RankState(
+                refit=refit,
+                serves=self.ranks,
+                touched=run.touched,
+                verified=run.verified,
+                loaded=run.loaded,
+                dropped=run.dropped,
+                error=None if error is None else m.WireError.of(error, f"{self.engine}/{self.ranks[0]}"),
+            )
         else:
-            state = m.RankState(refit=refit, serves=self.ranks, verified=self.verified_refit == refit,
-                                touched=self.verified_refit == refit, dropped=True)
+            state = m.RankState(
+                refit=refit,
+                serves=self.ranks,
+                verified=self.verified_refit == refit,
+                touched=self.verified_refit == refit,
+                dropped=True,
+            )
         self._tell_driver(state)
 
     # ---- the bus thread's turn
@@ -453,8 +491,8 @@ class RankSet:
         self._tell(answer)
         if answer.faults or answer.error:
             detail = "; ".join(map(str, answer.faults))
-            error = answer.error.to_error() if answer.error else AlignmentError(f"refused the offer: {detail}", phase="check")
-            self._on_end(run, error)
+            refusal = AlignmentError(f"refused the offer: {detail}", phase="check")
+            self._on_end(run, answer.error.to_error() if answer.error else refusal)
             return
         self.run = run
         error: WeightBusError | None = None
@@ -508,7 +546,9 @@ class RankSet:
                 if lane.endpoint is None:
                     raise ConfigError("the lane has no endpoint", lane=lane.id)
                 address = lane.endpoint.address if lane.channel is not None else b""
-                answers.append(m.LaneAnswer(lane=lane.id, incarnation=lane.endpoint.incarnation, address=address, key=lane.key))
+                answers.append(
+                    m.LaneAnswer(lane=lane.id, incarnation=lane.endpoint.incarnation, address=address, key=lane.key)
+                )
             return m.RanksAnswer(refit=offer.refit, lanes=tuple(answers))
         except WeightBusError as exc:
             return m.RanksAnswer(refit=offer.refit, error=m.WireError.of(exc, f"{self.engine}/{self.ranks[0]}"))
@@ -523,7 +563,9 @@ class RankSet:
 
     def _faults(self, offer: m.OfferRanks, plans: Sequence[Plan | None]) -> list[Fault]:
         if [lane.rank for lane in offer.lanes] != list(self.ranks):
-            return [Fault("engine", "", f"this process serves ranks {self.ranks}, offered {[x.rank for x in offer.lanes]}")]
+            return [
+                Fault("engine", "", f"this process serves ranks {self.ranks}, offered {[x.rank for x in offer.lanes]}")
+            ]
         if offer.paged:
             return self._paged_faults()
         faults: list[Fault] = []
@@ -544,10 +586,22 @@ class RankSet:
     def _paged_faults(self) -> list[Fault]:
         if self._config.stage or self._config.paged_in_place:
             if not self._config.stage and self.rules.together:
-                return [Fault("group", "", "a paged stream cannot keep groups together in place: use stage, or send a manifest")]
+                return [
+                    Fault(
+                        "group",
+                        "",
+                        "a paged stream cannot keep groups together in place: use stage, or send a manifest",
+                    )
+                ]
             return []
-        return [Fault("missing", "", "a bare generator has no manifest, so missing names would show only at its end: "
-                      "give manifest=, or set stage, or allow_paged_in_place=True on this receiver")]
+        return [
+            Fault(
+                "missing",
+                "",
+                "a bare generator has no manifest, so missing names would show only at its end: "
+                "give manifest=, or set stage, or allow_paged_in_place=True on this receiver",
+            )
+        ]
 
     def _memory_faults(self, offer: m.OfferRanks, plans: Sequence[Plan]) -> list[Fault]:
         need = {"host": 0, "device": 0}
@@ -560,9 +614,14 @@ class RankSet:
                 need["host" if self._config.stage == "host" else here] += plan.wire_bytes
         bounds = {"host": self._config.max_host_bytes, "device": self._config.max_device_bytes}
         return [
-            Fault("memory", "", f"{need[kind]} bytes of {kind} memory are needed, max_{kind}_bytes is {bound}: "
-                  "lower the sender's bucket_bytes or slots, or raise the bound")
-            for kind, bound in bounds.items() if bound is not None and need[kind] > bound
+            Fault(
+                "memory",
+                "",
+                f"{need[kind]} bytes of {kind} memory are needed, max_{kind}_bytes is {bound}: "
+                "lower the sender's bucket_bytes or slots, or raise the bound",
+            )
+            for kind, bound in bounds.items()
+            if bound is not None and need[kind] > bound
         ]
 
     # ---- stream
@@ -609,8 +668,15 @@ class RankSet:
     def _fill_stage(self, run: RankRun, copies: list[list[Landed]]) -> Script:
         count = 0
         while not self._all_taken():
-            yield Wait(lambda: run.aborted is not None or run.dropped or any(lane.readable() for lane in self.lanes)
-                       or self._all_taken(), run.deadline)
+            yield Wait(
+                lambda: (
+                    run.aborted is not None
+                    or run.dropped
+                    or any(lane.readable() for lane in self.lanes)
+                    or self._all_taken()
+                ),
+                run.deadline,
+            )
             self._raise_if_over(run)
             for i, lane in enumerate(self.lanes):
                 if lane.readable():
@@ -638,8 +704,11 @@ class RankSet:
         if run.dropped:
             raise RefitAborted("the driver left the refit", phase="stream")
         if run.deadline.expired:
-            raise TransferTimeout("the refit did not end in time", phase="stream",
-                                  advice="Raise send's timeout, or look for the stalled side in its log.")
+            raise TransferTimeout(
+                "the refit did not end in time",
+                phase="stream",
+                advice="Raise send's timeout, or look for the stalled side in its log.",
+            )
 
     def _landed_steps(self, feed: _Feed) -> Iterator[_Step | None]:
         """Buckets as they land; None when there is nothing yet."""
@@ -668,7 +737,15 @@ class RankSet:
         for step in steps:
             if step is None:
                 start = time.monotonic()
-                yield Wait(lambda: run.aborted is not None or run.dropped or feed.choose(self.lanes) is not None or self._all_taken(), run.deadline)
+                yield Wait(
+                    lambda: (
+                        run.aborted is not None
+                        or run.dropped
+                        or feed.choose(self.lanes) is not None
+                        or self._all_taken()
+                    ),
+                    run.deadline,
+                )
                 run.seconds["wait"] += time.monotonic() - start
                 self._raise_if_over(run)
                 continue
@@ -689,8 +766,14 @@ class RankSet:
     def _run_load(self, run: RankRun, feed: _Feed, step: _Step, in_place: bool) -> Generator[Wait, bool, Job]:
         self._reading = True
         try:
-            return (yield from self._jobs.run("load", lambda: feed.load(step, check=in_place), run.deadline,
-                                              lambda: run.aborted is not None or run.dropped))
+            return (
+                yield from self._jobs.run(
+                    "load",
+                    lambda: feed.load(step, check=in_place),
+                    run.deadline,
+                    lambda: run.aborted is not None or run.dropped,
+                )
+            )
         finally:
             self._reading = False
 
@@ -698,20 +781,24 @@ class RankSet:
     def _wrapped(error: BaseException) -> WeightBusError:
         if isinstance(error, WeightBusError):
             return error
-        wrapped = EngineError(f"load raised {type(error).__name__}: {error}", phase="load",
-                              advice="The engine is marked; a full send heals it.")
+        wrapped = EngineError(
+            f"load raised {type(error).__name__}: {error}",
+            phase="load",
+            advice="The engine is marked; a full send heals it.",
+        )
         wrapped.__cause__ = error
         return wrapped
 
     def _release_later(self, event: Any, lane: InboundLane, landed: Landed, run: RankRun, *, credit: bool) -> None:
         """Free the slot once the device has read it."""
+
         def then() -> None:
             if credit:
                 self._take(run, lane, landed)
             else:
                 lane.release(landed)
 
-        if isinstance(event, torch.cuda.Event) and not event.query():
+        if isinstance(event, torch.cuda.Event) and not event.query():  # type: ignore[no-untyped-call]
             self._releasing.append((event.query, then))
         else:
             then()
@@ -738,13 +825,23 @@ class RankSet:
         """Coverage: every name was applied or skipped for a reason."""
         for lane in self.lanes:
             names = (
-                [n for spec in self._plans[lane.plan.digest][1] for n in spec.names] if lane.plan is not None
-                else [n for k in sorted(lane.pages) for spec in rename(Manifest(lane.pages[k].specs), self._config.names)[0] for n in spec.names]
+                [n for spec in self._plans[lane.plan.digest][1] for n in spec.names]
+                if lane.plan is not None
+                else [
+                    n
+                    for k in sorted(lane.pages)
+                    for spec in rename(Manifest(lane.pages[k].specs), self._config.names)[0]
+                    for n in spec.names
+                ]
             )
             run.tensors = max(run.tensors, len(names))
             lost = [n for n in names if n not in run.applied]
             if lost:
-                raise AlignmentError(f"{len(lost)} tensors were not applied: {', '.join(lost[:10])}", phase="complete", peer=f"{self.engine}/{lane.rank}")
+                raise AlignmentError(
+                    f"{len(lost)} tensors were not applied: {', '.join(lost[:10])}",
+                    phase="complete",
+                    peer=f"{self.engine}/{lane.rank}",
+                )
 
     def _hold(self, run: RankRun) -> Script:
         """Verified (in place) or loaded: the outcome is the driver's word, or the end of what can be waited for."""
@@ -773,9 +870,15 @@ class RankSet:
             self._stage.drop()
         yield Wait(lambda: not self._releasing, Deadline.after(5.0))
         self._tell(m.Quiet(refit=refit, lanes=tuple(lane.id for lane in self.lanes)))
-        state = m.RankState(refit=refit, serves=self.ranks, touched=run.touched, verified=run.verified and error is None,
-                            loaded=run.loaded, dropped=True,
-                            error=None if error is None else m.WireError.of(error, f"{self.engine}/{self.ranks[0]}"))
+        state = m.RankState(
+            refit=refit,
+            serves=self.ranks,
+            touched=run.touched,
+            verified=run.verified and error is None,
+            loaded=run.loaded,
+            dropped=True,
+            error=None if error is None else m.WireError.of(error, f"{self.engine}/{self.ranks[0]}"),
+        )
         self._tell_driver(state)
         self._on_end(run, error)
         if self._pending is not None:
@@ -830,7 +933,9 @@ class _Feed:
         run.seconds["verify"] += loaded - start
         spent: list[tuple[InboundLane, Landed]] = []
         if self.planned:
-            batches = [lane.unpacker.batch(landed.index, landed.memory) for lane, landed in step if lane.unpacker is not None]
+            batches = [
+                lane.unpacker.batch(landed.index, landed.memory) for lane, landed in step if lane.unpacker is not None
+            ]
             self._call(loader, batches)
             spent = list(step)
         else:
@@ -838,7 +943,7 @@ class _Feed:
         run.seconds["load"] += time.perf_counter() - loaded
         event = None
         if any(landed.memory.is_cuda for _, landed in step):
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         return [(lane, landed, event) for lane, landed in spent]
 
@@ -855,10 +960,13 @@ class _Feed:
         if aligner is None:
             return []
         for lane, landed in step:
+
             def names(spec: Any) -> tuple[str, ...]:
                 return tuple(n for s in rename(Manifest([spec]), self._ranks._config.names)[0] for n in s.names)
 
-            batch = self._paged[lane.rank].batch(lane.pages[landed.index], landed.memory[: max(landed.nbytes, 0)], names)
+            batch = self._paged[lane.rank].batch(
+                lane.pages[landed.index], landed.memory[: max(landed.nbytes, 0)], names
+            )
             aligner.feed(lane.rank, batch, (lane, landed))
         spent: list[tuple[InboundLane, Landed]] = []
         while (pulled := aligner.pull()) is not None:

@@ -59,8 +59,13 @@ class Jobs:
         self._queue.append(job)
         return job
 
-    def run(self, kind: str, call: Callable[[], Any], deadline: Deadline = NEVER,
-            give_up: Callable[[], bool] = lambda: False) -> Generator[Wait, bool, Job]:
+    def run(
+        self,
+        kind: str,
+        call: Callable[[], Any],
+        deadline: Deadline = NEVER,
+        give_up: Callable[[], bool] = lambda: False,
+    ) -> Generator[Wait, bool, Job]:
         """Script step: have `call` run in the caller's thread; returns the ended job.
 
         A job that nobody has taken by `deadline`, or when `give_up()` holds, ends with TransferTimeout. One that runs
@@ -70,7 +75,8 @@ class Jobs:
         yield Wait(lambda: job.done or (not job.started and give_up()), deadline)
         if not job.done and self._withdraw(job):
             job.error = TransferTimeout(
-                f"nobody came to run {kind!r}", phase=kind,
+                f"nobody came to run {kind!r}",
+                phase=kind,
                 advice="Call recv() (or drive()) in a loop; without stage it must be waiting when an update comes.",
             )
         elif not job.done:

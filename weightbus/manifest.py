@@ -14,10 +14,26 @@ import xxhash
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
-        torch.float64, torch.float32, torch.float16, torch.bfloat16,
-        torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
-        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
-        torch.bool, torch.complex64, torch.complex128,
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2fnuz,
+        torch.float8_e8m0fnu,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.bool,
+        torch.complex64,
+        torch.complex128,
     )
 }
 KINDS = ("parameter", "buffer", "nonpersistent", "tensor")
@@ -46,6 +62,18 @@ def _check_dtype(_: object, __: attrs.Attribute[str], value: str) -> None:
         raise ValueError(f"dtype {value!r} cannot travel; known: {', '.join(DTYPES)}")
 
 
+def _ints(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(values)
+
+
+def _texts(values: Iterable[str]) -> tuple[str, ...]:
+    return tuple(values)
+
+
+def _specs(values: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
+    return tuple(values)
+
+
 @attrs.frozen
 class TensorSpec:
     """One tensor as it travels: contiguous, row-major.
@@ -59,9 +87,9 @@ class TensorSpec:
     """
 
     name: str = attrs.field(validator=_check_name)
-    shape: tuple[int, ...] = attrs.field(converter=tuple, validator=_check_shape)
+    shape: tuple[int, ...] = attrs.field(converter=_ints, validator=_check_shape)
     dtype: str = attrs.field(validator=_check_dtype)
-    aliases: tuple[str, ...] = attrs.field(default=(), converter=tuple)
+    aliases: tuple[str, ...] = attrs.field(default=(), converter=_texts)
     kind: str = attrs.field(default="tensor", validator=attrs.validators.in_(KINDS))
 
     @classmethod
@@ -96,7 +124,7 @@ class Manifest:
         tensors: specs with unique names, aliases included.
     """
 
-    tensors: tuple[TensorSpec, ...] = attrs.field(converter=tuple)
+    tensors: tuple[TensorSpec, ...] = attrs.field(converter=_specs)
 
     @tensors.validator
     def _unique(self, _: attrs.Attribute[tuple[TensorSpec, ...]], value: tuple[TensorSpec, ...]) -> None:

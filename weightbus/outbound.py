@@ -149,9 +149,13 @@ class Outbound:
             self._post(self._queue.popleft())
             moved = True
         if self._outstanding and self.error is None and time.monotonic() - self._moved_s > self._stall_s:
-            self._fail(TransferTimeout(
-                f"the reader made no progress for {self._stall_s:g} s",
-                advice="Its recv must be running; raise stall_timeout if one load call takes longer."), None)
+            self._fail(
+                TransferTimeout(
+                    f"the reader made no progress for {self._stall_s:g} s",
+                    advice="Its recv must be running; raise stall_timeout if one load call takes longer.",
+                ),
+                None,
+            )
             moved = True
         return moved
 
@@ -162,8 +166,14 @@ class Outbound:
 
     def _post(self, post: Post) -> None:
         header = Header(
-            lane_key=self.link.key, refit_id=bytes.fromhex(self.refit), plan_digest=post.plan_digest,
-            bucket=post.bucket, total=post.total, used_bytes=post.nbytes, digest=post.digest, verified=self._verify,
+            lane_key=self.link.key,
+            refit_id=bytes.fromhex(self.refit),
+            plan_digest=post.plan_digest,
+            bucket=post.bucket,
+            total=post.total,
+            used_bytes=post.nbytes,
+            digest=post.digest,
+            verified=self._verify,
         ).pack()
         slot = post.bucket % self.slots
         try:
@@ -267,7 +277,9 @@ class SendRun:
             raise
         except Exception as exc:
             self.error = SourceError(
-                f"the source raised {type(exc).__name__}: {exc}", phase="export", bucket=self.buckets,
+                f"the source raised {type(exc).__name__}: {exc}",
+                phase="export",
+                bucket=self.buckets,
                 advice="See the cause; engines keep or discard as their failure row says.",
             )
             source.drain()
@@ -346,7 +358,7 @@ class SendRun:
         """Wait until the slot of `bucket` may be written; None when nobody reads any more (drain only)."""
         start = time.perf_counter()
         slot = bucket % self._pool.count
-        free = self._reactor.wait(lambda: self.ended or self._free(slot) and self._in_pace(bucket), self.deadline)
+        free = self._reactor.wait(lambda: self.ended or (self._free(slot) and self._in_pace(bucket)), self.deadline)
         self.seconds["credit_wait"] += time.perf_counter() - start
         if not free or self.ended or not any(o.lanes for o in self.outbounds):
             return None
@@ -361,8 +373,9 @@ class SendRun:
         bucket = self._slots[index].bucket
         return bucket < 0 or (bucket < enqueued and bucket not in busy)
 
-    def _hand_over(self, bucket: int, packer: Packer | None, plan_digest: int, total: int,
-                   page: PageOut | None = None) -> None:
+    def _hand_over(
+        self, bucket: int, packer: Packer | None, plan_digest: int, total: int, page: PageOut | None = None
+    ) -> None:
         if bucket < 0:
             return
         self.buckets = bucket + 1

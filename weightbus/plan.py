@@ -238,9 +238,7 @@ class _LaneBuilder:
         return rest
 
 
-def make_plans(
-    manifests: Sequence[Manifest], groups: Sequence[Sequence[int]], bucket_bytes: int
-) -> tuple[Plan, ...]:
+def make_plans(manifests: Sequence[Manifest], groups: Sequence[Sequence[int]], bucket_bytes: int) -> tuple[Plan, ...]:
     """One plan per sender, all cut at the same tensors.
 
     Args:
@@ -299,7 +297,8 @@ def check_names(manifests: Sequence[Manifest]) -> None:
             raise AlignmentError(
                 f"senders 0 and {rank} do not offer the same names in the same order"
                 + (f"; only on one of them: {', '.join(only[:20])}" if only else ""),
-                peer=f"sender/{rank}", phase="offer",
+                peer=f"sender/{rank}",
+                phase="offer",
             )
 
 

@@ -183,7 +183,8 @@ class Reactor:
         return self._step_scripts() or moved
 
     def _run(self) -> None:
-        poller, watched = zmq.Poller(), []
+        poller = zmq.Poller()
+        watched: list[Any] = []
         try:
             while not self._stop:
                 moved = self._pass()

@@ -62,8 +62,9 @@ class MemberSide:
         adapter: the engine's adapter.
     """
 
-    def __init__(self, reactor: Reactor, config: MemberConfig, backend: Backend, adapter: Adapter,
-                 events: EventHandler | None) -> None:
+    def __init__(
+        self, reactor: Reactor, config: MemberConfig, backend: Backend, adapter: Adapter, events: EventHandler | None
+    ) -> None:
         self._reactor, self._config, self._backend, self._events = reactor, config, backend, events
         self._adapter = adapter
         self.jobs = Jobs(reactor)
@@ -85,13 +86,29 @@ class MemberSide:
             self._make_driver(adapter)
         if config.serves:
             self._make_ranks(adapter)
-        self._link = Link(reactor, config.address, config.token, self._incarnation.encode(), self._on_message, self._on_up, self._on_down)
+        self._link = Link(
+            reactor,
+            config.address,
+            config.token,
+            self._incarnation.encode(),
+            self._on_message,
+            self._on_up,
+            self._on_down,
+        )
         reactor.add(self._link)
 
     def _make_driver(self, adapter: Adapter) -> None:
         config = self._config
-        self.driver = Driver(self._reactor, config.engine, config.world, adapter.driver, self.jobs,
-                             self._tell, self._order, self._driver_end)
+        self.driver = Driver(
+            self._reactor,
+            config.engine,
+            config.world,
+            adapter.driver,
+            self.jobs,
+            self._tell,
+            self._order,
+            self._driver_end,
+        )
         if len(config.serves) < config.world:
             host = config.bind_host or local_host_towards(config.address)
             bind = f"tcp://{f'[{host}]' if ':' in host else host}:0"
@@ -101,8 +118,19 @@ class MemberSide:
     def _make_ranks(self, adapter: Adapter) -> None:
         config = self._config
         loader = adapter.loader(config.serves, config.device)
-        self.ranks = RankSet(self._reactor, config.engine, config.serves, self._backend, loader, config.device,
-                             config.inbound, self.jobs, self._tell, self._tell_driver, self._rank_end)
+        self.ranks = RankSet(
+            self._reactor,
+            config.engine,
+            config.serves,
+            self._backend,
+            loader,
+            config.device,
+            config.inbound,
+            self.jobs,
+            self._tell,
+            self._tell_driver,
+            self._rank_end,
+        )
         self._reactor.add(self.ranks)
 
     # ---- the coordinator
@@ -119,12 +147,27 @@ class MemberSide:
         self._session += 1
         rules, names = (self.ranks.rules, config.inbound.names) if self.ranks is not None else (None, ())
         join = m.Join(
-            protocol=m.PROTOCOL, member=self.name, incarnation=self._incarnation, session=self._session, host=config.host,
-            pid=os.getpid(), backend=config.backend_name, fingerprint=self._backend.fingerprint(), engine=config.engine,
-            world=config.world, serves=config.serves, drives=config.drives,
+            protocol=m.PROTOCOL,
+            member=self.name,
+            incarnation=self._incarnation,
+            session=self._session,
+            host=config.host,
+            pid=os.getpid(),
+            backend=config.backend_name,
+            fingerprint=self._backend.fingerprint(),
+            engine=config.engine,
+            world=config.world,
+            serves=config.serves,
+            drives=config.drives,
             driver_address=self._driver_hub.address if self._driver_hub is not None else "",
-            names=names, stage=config.inbound.stage or "", paged_in_place=config.inbound.paged_in_place,
-            device=str(config.device), run_id=held.run_id, version=held.version, state=held.outcome.value)
+            names=names,
+            stage=config.inbound.stage or "",
+            paged_in_place=config.inbound.paged_in_place,
+            device=str(config.device),
+            run_id=held.run_id,
+            version=held.version,
+            state=held.outcome.value,
+        )
         self._link.send(join if rules is None else attrs.evolve(join, rules=rules))
 
     def _on_down(self) -> None:
@@ -205,13 +248,22 @@ class MemberSide:
         if self._driver_link is not None:
             self._reactor.remove(self._driver_link)
             self._driver_link.close()
-        self._driver_link = Link(self._reactor, address, self._config.token, self._incarnation.encode(),
-                                 self._on_driver_message, self._on_driver_up, self._on_driver_down)
+        self._driver_link = Link(
+            self._reactor,
+            address,
+            self._config.token,
+            self._incarnation.encode(),
+            self._on_driver_message,
+            self._on_driver_up,
+            self._on_driver_down,
+        )
         self._reactor.add(self._driver_link)
 
     def _on_driver_up(self) -> None:
         if self._driver_link is not None:
-            self._driver_link.send(m.RankHello(engine=self._config.engine, serves=self._config.serves, incarnation=self._incarnation))
+            self._driver_link.send(
+                m.RankHello(engine=self._config.engine, serves=self._config.serves, incarnation=self._incarnation)
+            )
             if self._unsaid is not None:
                 self._driver_link.send(self._unsaid)
 
@@ -219,7 +271,9 @@ class MemberSide:
         """A rank's copy belongs to its driver; without one it is dropped."""
         run = self.ranks.run if self.ranks is not None else None
         if self.ranks is not None and run is not None:
-            self.ranks.abort(run.offer.refit, PeerLost("the engine's driver is gone", peer=f"{self._config.engine}/driver"))
+            self.ranks.abort(
+                run.offer.refit, PeerLost("the engine's driver is gone", peer=f"{self._config.engine}/driver")
+            )
 
     def _on_driver_message(self, message: Any) -> None:
         if isinstance(message, m.RankOrder) and self.ranks is not None:
@@ -247,7 +301,14 @@ class MemberSide:
         rank_run = self._last_rank_run
         if rank_run is None or run is None or rank_run.offer.refit != run.offer.refit:
             rank_run = None
-        self.jobs.end(End(self._report(report.version, rank_run, seconds, {self._config.engine: f"{report.outcome}({report.version})"}), error))
+        self.jobs.end(
+            End(
+                self._report(
+                    report.version, rank_run, seconds, {self._config.engine: f"{report.outcome}({report.version})"}
+                ),
+                error,
+            )
+        )
 
     def _rank_end(self, run: RankRun, error: WeightBusError | None) -> None:
         self._last_rank_run = run
@@ -257,12 +318,21 @@ class MemberSide:
             return
         self.jobs.end(End(self._report(run.offer.version, run, {}, {}), error))
 
-    def _report(self, version: int, run: RankRun | None, seconds: dict[str, float], outcomes: dict[str, str]) -> RefitReport:
+    def _report(
+        self, version: int, run: RankRun | None, seconds: dict[str, float], outcomes: dict[str, str]
+    ) -> RefitReport:
         if run is None:
             return RefitReport(version=version, seconds=seconds, outcomes=outcomes)
-        return RefitReport(version=version, bytes=run.bytes, tensors=run.tensors, buckets=run.buckets,
-                           total_s=time.monotonic() - run.started_s, seconds={**run.seconds, **seconds}, outcomes=outcomes,
-                           skipped=tuple(run.skipped))
+        return RefitReport(
+            version=version,
+            bytes=run.bytes,
+            tensors=run.tensors,
+            buckets=run.buckets,
+            total_s=time.monotonic() - run.started_s,
+            seconds={**run.seconds, **seconds},
+            outcomes=outcomes,
+            skipped=tuple(run.skipped),
+        )
 
     # ---- the caller's thread
 
@@ -315,8 +385,12 @@ class MemberSide:
         ranks = self.ranks
         error: WeightBusError = TransferTimeout(
             "no offer came" if not self._link.up or (ranks is None or ranks.run is None) else "the refit did not end",
-            phase="recv", peer="sender/0",
-            advice="Is the sender running, with this address and token?" if not self._link.up else "Raise recv's timeout, or send more often.")
+            phase="recv",
+            peer="sender/0",
+            advice="Is the sender running, with this address and token?"
+            if not self._link.up
+            else "Raise recv's timeout, or send more often.",
+        )
         if cancelled:
             error = RefitAborted("recv was cancelled", phase="recv")
         self._put_in_order(error)
@@ -338,7 +412,10 @@ class MemberSide:
 
         self._reactor.call(leave)
         limit = Deadline.after(30.0)
-        busy = lambda: (ranks is not None and ranks.run is not None) or (driver is not None and driver.run is not None)  # noqa: E731
+
+        def busy() -> bool:
+            return (ranks is not None and ranks.run is not None) or (driver is not None and driver.run is not None)
+
         while busy() and not limit.expired:
             item = self.jobs.take(Deadline.after(0.05))
             if item is not None and not isinstance(item, End):
@@ -346,7 +423,9 @@ class MemberSide:
 
     def wait_joined(self, deadline: Deadline) -> None:
         """Until the coordinator has said Welcome; raises its refusal. A coordinator that is not there yet is no error."""
-        self._reactor.wait(lambda: bool(self.run_id) or self.refused is not None or self._link.refused is not None, deadline)
+        self._reactor.wait(
+            lambda: bool(self.run_id) or self.refused is not None or self._link.refused is not None, deadline
+        )
         self._raise_refused()
 
     def leave(self) -> None:

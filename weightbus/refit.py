@@ -200,9 +200,12 @@ class Driver:
                 self._report(offer.refit, None, end=True)
                 return True
         if held.run_id == offer.run_id and held.outcome is not Outcome.HELD and offer.version < held.version:
-            error = VersionError(f"version {offer.version} is below {held.version}, which this engine holds",
-                                 peer=self.engine, phase="offer", advice="Versions rise within a run; begin a new run "
-                                 "(a new sender) to count anew.")
+            error = VersionError(
+                f"version {offer.version} is below {held.version}, which this engine holds",
+                peer=self.engine,
+                phase="offer",
+                advice="Versions rise within a run; begin a new run (a new sender) to count anew.",
+            )
             self._tell(m.DriverAnswer(refit=offer.refit, answer="REFUSED", error=m.WireError.of(error, self.engine)))
             return True
         if offer.partial and not (held.outcome is Outcome.READY and held.is_at(offer.run_id, offer.base_version)):
@@ -215,7 +218,10 @@ class Driver:
         held = self.held
         self._asked = {}
         self._order(m.RankOrder(refit=held.refit, order="state"))
-        ranks = lambda: {r for s in self._asked.values() if s.verified for r in s.serves}  # noqa: E731
+
+        def ranks() -> set[int]:
+            return {r for s in self._asked.values() if s.verified for r in s.serves}
+
         yield Wait(lambda: len(ranks()) == self.world or bool(self._dead_ranks), Deadline.after(ASK_S))
         if len(ranks()) != self.world:
             self.held = attrs.evolve(held, outcome=Outcome.DIRTY, reason="a rank lost what it held", version=-1)
@@ -240,11 +246,18 @@ class Driver:
     def _roll_forward(self, run: DriverRun, deadline: Deadline) -> Generator[Wait, bool, WeightBusError | None]:
         offer = run.offer
         self._order(m.RankOrder(refit=offer.refit, order="load"))
-        all_loaded = lambda: self._covered(run, lambda s: s.loaded)  # noqa: E731
+
+        def all_loaded() -> bool:
+            return self._covered(run, lambda s: s.loaded)
+
         yield Wait(lambda: all_loaded() or self._rank_error(run) is not None, deadline)
         if not all_loaded():
-            error = self._rank_error(run) or TransferTimeout("ranks did not load in time", peer=self.engine, phase="load",
-                                                             advice="Raise finish_timeout; every rank must be in recv.")
+            error = self._rank_error(run) or TransferTimeout(
+                "ranks did not load in time",
+                peer=self.engine,
+                phase="load",
+                advice="Raise finish_timeout; every rank must be in recv.",
+            )
             yield from self._engine_abort(run, error, loaded=True)
             return error
         return (yield from self._finish(offer.refit, offer.run_id, offer.version, deadline, run))
@@ -272,7 +285,10 @@ class Driver:
             self.held = Held(Outcome.HELD, run.offer.run_id, run.offer.version, str(error), run.offer.refit)
             return error
         self._order(m.RankOrder(refit=run.offer.refit, order="drop"))
-        yield Wait(lambda: self._covered(run, lambda s: s.dropped or s.verified) or bool(self._dead_ranks), Deadline.after(ASK_S))
+        yield Wait(
+            lambda: self._covered(run, lambda s: s.dropped or s.verified) or bool(self._dead_ranks),
+            Deadline.after(ASK_S),
+        )
         silent = not self._covered(run, lambda s: s.dropped or s.verified)
         yield from self._engine_abort(run, error, loaded=silent or self._any_touched(run))
         return error
@@ -285,15 +301,20 @@ class Driver:
         if run.lost:
             return PeerLost("the coordinator is gone", peer="sender/0", phase="stream")
         return self._rank_error(run) or TransferTimeout(
-            "no decision came in time", peer="sender/0", phase="commit",
-            advice="Raise send's timeout, or look for the stalled side in its log.")
+            "no decision came in time",
+            peer="sender/0",
+            phase="commit",
+            advice="Raise send's timeout, or look for the stalled side in its log.",
+        )
 
     # ---- the engine's own steps
 
     def _job(self, kind: str, call: Callable[[], None], deadline: Deadline) -> Generator[Wait, bool, Job]:
         job = yield from self._jobs.run(kind, call, deadline)
         if job.error is not None and not isinstance(job.error, WeightBusError):
-            wrapped = EngineError(f"{kind} raised {type(job.error).__name__}: {job.error}", phase=kind, peer=self.engine)
+            wrapped = EngineError(
+                f"{kind} raised {type(job.error).__name__}: {job.error}", phase=kind, peer=self.engine
+            )
             wrapped.__cause__ = job.error
             job.error = wrapped
         if isinstance(job.error, WeightBusError):
@@ -302,8 +323,15 @@ class Driver:
 
     def _begin(self, run: DriverRun, deadline: Deadline) -> Generator[Wait, bool, WeightBusError | None]:
         offer, held = run.offer, self.held
-        refit = Refit(refit_id=offer.refit, version=offer.version, partial=offer.partial, staged=offer.staged,
-                      previous=held.outcome, tensors=offer.tensors, nbytes=offer.nbytes)
+        refit = Refit(
+            refit_id=offer.refit,
+            version=offer.version,
+            partial=offer.partial,
+            staged=offer.staged,
+            previous=held.outcome,
+            tensors=offer.tensors,
+            nbytes=offer.nbytes,
+        )
 
         def call() -> None:
             if held.outcome is not Outcome.READY:
@@ -314,7 +342,7 @@ class Driver:
         job = yield from self._job("begin", call, deadline)
         run.seconds["begin"] = time.monotonic() - run.paused_at_s
         if job.error is not None:
-            if job.started:
+            if job.started and isinstance(job.error, WeightBusError):
                 yield from self._engine_abort(run, job.error, loaded=False)
             return job.error if isinstance(job.error, WeightBusError) else None
         run.begun = True
@@ -338,11 +366,18 @@ class Driver:
         else:
             self.held = previous
 
-    def _finish(self, refit: str, run_id: str, version: int, deadline: Deadline,
-                run: DriverRun | None = None) -> Generator[Wait, bool, WeightBusError | None]:
+    def _finish(
+        self, refit: str, run_id: str, version: int, deadline: Deadline, run: DriverRun | None = None
+    ) -> Generator[Wait, bool, WeightBusError | None]:
         start = time.monotonic()
         job = yield from self._job("finish", lambda: self._driver.finish(version, deadline), deadline)
-        if isinstance(job.error, WeightBusError) and run is not None and run.offer.staged and job.started and not getattr(job.error, "dead", False):
+        if (
+            isinstance(job.error, WeightBusError)
+            and run is not None
+            and run.offer.staged
+            and job.started
+            and not getattr(job.error, "dead", False)
+        ):
             log.warning("finish failed, trying once more: %s", job.error)
             job = yield from self._job("finish", lambda: self._driver.finish(version, deadline), deadline)
         if run is not None:
@@ -368,7 +403,7 @@ class Driver:
                 return None
             log.warning("resume failed (attempt %d): %s", attempt, job.error)
             self.held = attrs.evolve(self.held, reason=str(job.error))
-        return job.error
+        return job.error if isinstance(job.error, WeightBusError) else None
 
     # ---- the end
 
@@ -381,10 +416,15 @@ class Driver:
             offer, self._next = self._next, None
             self._reactor.start(self._script(offer))
 
-    def _report(self, refit: str, error: WeightBusError | None, *, end: bool = False, run: DriverRun | None = None) -> None:
+    def _report(
+        self, refit: str, error: WeightBusError | None, *, end: bool = False, run: DriverRun | None = None
+    ) -> None:
         held = self.held
         report = m.Report(
-            refit=refit, outcome=held.outcome.value, run_id=held.run_id, version=held.version,
+            refit=refit,
+            outcome=held.outcome.value,
+            run_id=held.run_id,
+            version=held.version,
             error=m.WireError.of(error, self.engine) if error is not None else None,
             seconds={} if run is None else run.seconds,
         )
@@ -395,5 +435,3 @@ class Driver:
     def close(self) -> None:
         if self._made is not None:
             self._made.close()
-
-

@@ -43,10 +43,15 @@ class RefitReport:
         return {**attrs.asdict(self), "gbytes_per_s": self.gbytes_per_s}
 
     def __str__(self) -> str:
-        head = (f"version {self.version}: {self.tensors} tensors, {self.bytes / 1e6:.1f} MB in {self.buckets} buckets, "
-                f"{self.total_s * 1e3:.1f} ms, {self.gbytes_per_s:.2f} GB/s")
-        rows = [f"  {phase:<12} {s * 1e3:9.1f} ms" + (f" {self.bytes / s / 1e9:8.2f} GB/s" if s > 1e-6 and phase in _RATED else "")
-                for phase, s in self.seconds.items()]
+        head = (
+            f"version {self.version}: {self.tensors} tensors, {self.bytes / 1e6:.1f} MB in {self.buckets} buckets, "
+            f"{self.total_s * 1e3:.1f} ms, {self.gbytes_per_s:.2f} GB/s"
+        )
+        rows = [
+            f"  {phase:<12} {s * 1e3:9.1f} ms"
+            + (f" {self.bytes / s / 1e9:8.2f} GB/s" if s > 1e-6 and phase in _RATED else "")
+            for phase, s in self.seconds.items()
+        ]
         ends = [f"  {engine:<12} {outcome}" for engine, outcome in self.outcomes.items()]
         return "\n".join([head, *rows, *ends])
 

@@ -15,7 +15,14 @@ from weightbus.buffers import SlotPool
 from weightbus.control import messages as m
 from weightbus.deadline import Deadline
 from weightbus.errors import (
-    ConnectError, LocalProtocolError, PartialRefitError, PeerLost, RefitAborted, SourceError, TransferTimeout, WeightBusError,
+    ConnectError,
+    LocalProtocolError,
+    PartialRefitError,
+    PeerLost,
+    RefitAborted,
+    SourceError,
+    TransferTimeout,
+    WeightBusError,
 )
 from weightbus.manifest import Manifest
 from weightbus.outbound import Channels, Outbound, PageOut, SendRun
@@ -70,9 +77,16 @@ class SenderSide:
         refused: why the coordinator does not let this sender in, if so.
     """
 
-    def __init__(self, reactor: Reactor, backend: Backend, config: SenderConfig, tell: Callable[[object], bool],
-                 join_group: Callable[[m.JoinGroup], None], events: EventHandler | None,
-                 refused: Callable[[], WeightBusError | None] = lambda: None) -> None:
+    def __init__(
+        self,
+        reactor: Reactor,
+        backend: Backend,
+        config: SenderConfig,
+        tell: Callable[[object], bool],
+        join_group: Callable[[m.JoinGroup], object],
+        events: EventHandler | None,
+        refused: Callable[[], WeightBusError | None] = lambda: None,
+    ) -> None:
         self._refused = refused
         self._reactor, self._backend, self._config = reactor, backend, config
         self._tell, self._join_group, self._events = tell, join_group, events
@@ -96,8 +110,19 @@ class SenderSide:
 
     # ---- the caller's thread
 
-    def send(self, source: Any, *, version: int, manifest: Any, partial: bool, cast: Mapping[str, torch.dtype] | None,
-             buffers: str, timeout_s: float, start: Callable[[], None], finish: Callable[[m.SendDone], WeightBusError | None]) -> RefitReport:
+    def send(
+        self,
+        source: Any,
+        *,
+        version: int,
+        manifest: Any,
+        partial: bool,
+        cast: Mapping[str, torch.dtype] | None,
+        buffers: str,
+        timeout_s: float,
+        start: Callable[[], None],
+        finish: Callable[[m.SendDone], WeightBusError | None],
+    ) -> RefitReport:
         """Offer, stream, wait for every engine's outcome.
 
         Args:
@@ -128,10 +153,19 @@ class SenderSide:
             self._reactor.call(self._close_send)
         return self._conclude(call, opened, bad, time.perf_counter() - began, finish)
 
-    def _open(self, source: Any, manifest: Any, partial: bool, cast: Any, buffers: str) -> tuple[Source | None, WeightBusError | None]:
+    def _open(
+        self, source: Any, manifest: Any, partial: bool, cast: Any, buffers: str
+    ) -> tuple[Source | None, WeightBusError | None]:
         try:
-            return open_source(source, manifest=manifest, remembered=self._remembered, partial=partial, cast=cast,
-                               buffers=buffers, cache=self._cache), None
+            return open_source(
+                source,
+                manifest=manifest,
+                remembered=self._remembered,
+                partial=partial,
+                cast=cast,
+                buffers=buffers,
+                cache=self._cache,
+            ), None
         except WeightBusError as exc:
             return None, exc
 
@@ -147,10 +181,16 @@ class SenderSide:
         known = manifest is not None and self._told == manifest.digest()
         if manifest is not None:
             self._told = manifest.digest()
-        self._tell(m.SendReady(
-            version=version, manifest=None if known else manifest, paged=bad is None and manifest is None,
-            reorderable=opened is not None and opened.reorderable, partial=partial,
-            error=None if bad is None else m.WireError.of(bad, self.name)))
+        self._tell(
+            m.SendReady(
+                version=version,
+                manifest=None if known else manifest,
+                paged=bad is None and manifest is None,
+                reorderable=opened is not None and opened.reorderable,
+                partial=partial,
+                error=None if bad is None else m.WireError.of(bad, self.name),
+            )
+        )
 
     def _stream(self, call: _Send, opened: Source | None, deadline: Deadline) -> None:
         run = call.run
@@ -166,7 +206,9 @@ class SenderSide:
             raise
         except WeightBusError as exc:
             failure = exc
-            self._reactor.call(lambda: self._tell(m.SourceEnd(refit=run.refit, error=m.WireError.of(failure, self.name))))
+            self._reactor.call(
+                lambda: self._tell(m.SourceEnd(refit=run.refit, error=m.WireError.of(failure, self.name)))
+            )
             self._reactor.wait(lambda: call.over, deadline)
             raise
         self._reactor.call(lambda: self._source_end(run))
@@ -175,11 +217,19 @@ class SenderSide:
         if run.plan is None:
             for outbound in run.outbounds:
                 for lane in outbound.link.lanes:
-                    self._tell(m.PageEnd(refit=run.refit, lane=lane, buckets=run.buckets, tensors=len(run.manifest_out)))
+                    self._tell(
+                        m.PageEnd(refit=run.refit, lane=lane, buckets=run.buckets, tensors=len(run.manifest_out))
+                    )
         self._tell(m.SourceEnd(refit=run.refit, buckets=run.buckets, seconds=run.seconds))
 
-    def _conclude(self, call: _Send, opened: Source | None, bad: WeightBusError | None, total_s: float,
-                  finish: Callable[[m.SendDone], WeightBusError | None]) -> RefitReport:
+    def _conclude(
+        self,
+        call: _Send,
+        opened: Source | None,
+        bad: WeightBusError | None,
+        total_s: float,
+        finish: Callable[[m.SendDone], WeightBusError | None],
+    ) -> RefitReport:
         if call.lost is not None:
             raise call.lost
         done, run = call.done, call.run
@@ -199,9 +249,14 @@ class SenderSide:
             raise error
         manifest = run.plan.manifest if run is not None and run.plan is not None else None
         return RefitReport(
-            version=call.version, bytes=run.bytes if run else 0, buckets=run.buckets if run else 0,
-            tensors=len(manifest) if manifest is not None else len(run.manifest_out) if run else 0, total_s=total_s,
-            seconds=dict(run.seconds) if run else {}, outcomes=dict(done.outcomes))
+            version=call.version,
+            bytes=run.bytes if run else 0,
+            buckets=run.buckets if run else 0,
+            tensors=len(manifest) if manifest is not None else len(run.manifest_out) if run else 0,
+            total_s=total_s,
+            seconds=dict(run.seconds) if run else {},
+            outcomes=dict(done.outcomes),
+        )
 
     def cancel(self) -> None:
         """End the send under way; from any thread."""
@@ -209,7 +264,11 @@ class SenderSide:
         if call is not None and call.plan_message is not None:
             refit = call.plan_message.refit
             error = RefitAborted("cancelled by the sender", phase="stream")
-            self._reactor.submit(lambda: self._tell(m.Abort(refit=refit, error=m.WireError.of(error, self.name))) and None)
+
+            def tell() -> None:
+                self._tell(m.Abort(refit=refit, error=m.WireError.of(error, self.name)))
+
+            self._reactor.submit(tell)
 
     # ---- messages, on the bus thread
 
@@ -256,8 +315,12 @@ class SenderSide:
         self._plan = (0, None)
         call = self._send
         if call is not None and not call.over:
-            call.lost = error or PeerLost("the coordinator (sender rank 0) is gone", peer="sender/0", phase="stream",
-                                 advice="Start it again; engines keep or discard as their failure row says.")
+            call.lost = error or PeerLost(
+                "the coordinator (sender rank 0) is gone",
+                peer="sender/0",
+                phase="stream",
+                advice="Start it again; engines keep or discard as their failure row says.",
+            )
             if call.run is not None:
                 call.run.end()
 
@@ -285,12 +348,30 @@ class SenderSide:
         if call.over:
             return
         outbounds = [
-            Outbound(message.refit, self._channels[spec.lanes], spec.slots, self._backend.capabilities, self._config.verify,
-                     message.stall_timeout_s, self._is_quiet(message.refit), self._header_ahead(message.refit))
-            for spec in message.outbound if not failed.keys() & set(spec.lanes)
+            Outbound(
+                message.refit,
+                self._channels[spec.lanes],
+                spec.slots,
+                self._backend.capabilities,
+                self._config.verify,
+                message.stall_timeout_s,
+                self._is_quiet(message.refit),
+                self._header_ahead(message.refit),
+            )
+            for spec in message.outbound
+            if not failed.keys() & set(spec.lanes)
         ]
-        call.run = SendRun(message.refit, self._reactor, self._pool, outbounds, plan, self._config.bucket_bytes,
-                           self._config.verify, Deadline.after(message.timeout_s + MARGIN_S), self._page_out(message.refit, outbounds))
+        call.run = SendRun(
+            message.refit,
+            self._reactor,
+            self._pool,
+            outbounds,
+            plan,
+            self._config.bucket_bytes,
+            self._config.verify,
+            Deadline.after(message.timeout_s + MARGIN_S),
+            self._page_out(message.refit, outbounds),
+        )
         self._emit("started", call.run, 0)
         self._tell(m.Connected(refit=message.refit, failed={k: m.WireError.of(e) for k, e in failed.items()}))
 
@@ -316,8 +397,16 @@ class SenderSide:
         def out(page: PageOut) -> None:
             for outbound in outbounds:
                 for lane in outbound.lanes:
-                    self._tell(m.Page(refit=refit, lane=lane, bucket=page.bucket, first_tensor=page.first_tensor,
-                                      specs=page.specs, segments=m.flat_segments(page.segments)))
+                    self._tell(
+                        m.Page(
+                            refit=refit,
+                            lane=lane,
+                            bucket=page.bucket,
+                            first_tensor=page.first_tensor,
+                            specs=page.specs,
+                            segments=m.flat_segments(page.segments),
+                        )
+                    )
 
         return out
 
@@ -332,7 +421,11 @@ class SenderSide:
             old = self._channels.pop(spec.lanes, None)
             if old is not None:
                 old.channel.close()
-        groups = [self._group(spec, deadline) for spec in specs] if self._backend.capabilities.multicast else [None] * len(specs)
+        groups = (
+            [self._group(spec, deadline) for spec in specs]
+            if self._backend.capabilities.multicast
+            else [None] * len(specs)
+        )
 
         def connect() -> None:
             for spec, group in zip(specs, groups, strict=True):
@@ -356,17 +449,35 @@ class SenderSide:
         yield Wait(lambda: bool(finished), Deadline.after(deadline.remaining_s() + 5.0))
         self._connecting = not finished
         if not finished:
-            failed.update({lane: TransferTimeout("connecting did not end", lane=lane, phase="connect") for s in specs for lane in s.lanes})
+            failed.update(
+                {
+                    lane: TransferTimeout("connecting did not end", lane=lane, phase="connect")
+                    for s in specs
+                    for lane in s.lanes
+                }
+            )
 
     def _group(self, spec: m.LaneSpec, deadline: Deadline) -> GroupSpec:
         self._groups += 1
         members = (self.name, *spec.lanes)
-        group = GroupSpec(group_id=f"{self.endpoint.incarnation}-{self._groups}", lane_key=spec.keys[0], rank=0,
-                          members=members, address=self.endpoint.address)
-        self._join_group(m.JoinGroup(
-            refit=self._send.plan_message.refit if self._send and self._send.plan_message else "", group_id=group.group_id,
-            members=members, ranks={lane: i + 1 for i, lane in enumerate(spec.lanes)}, key=group.lane_key,
-            address=group.address, timeout_s=deadline.remaining_s()))
+        group = GroupSpec(
+            group_id=f"{self.endpoint.incarnation}-{self._groups}",
+            lane_key=spec.keys[0],
+            rank=0,
+            members=members,
+            address=self.endpoint.address,
+        )
+        self._join_group(
+            m.JoinGroup(
+                refit=self._send.plan_message.refit if self._send and self._send.plan_message else "",
+                group_id=group.group_id,
+                members=members,
+                ranks={lane: i + 1 for i, lane in enumerate(spec.lanes)},
+                key=group.lane_key,
+                address=group.address,
+                timeout_s=deadline.remaining_s(),
+            )
+        )
         return group
 
     # ---- the bus thread's turn

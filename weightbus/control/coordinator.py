@@ -19,8 +19,18 @@ from weightbus.control import messages as m
 from weightbus.control.wire import Hub
 from weightbus.deadline import Deadline
 from weightbus.errors import (
-    AlignmentError, ConfigError, ConnectError, EngineError, PartialRefitError, PeerLost, RefitAborted,
-    RemoteProtocolError, SourceError, TransferTimeout, VersionError, WeightBusError,
+    AlignmentError,
+    ConfigError,
+    ConnectError,
+    EngineError,
+    PartialRefitError,
+    PeerLost,
+    RefitAborted,
+    RemoteProtocolError,
+    SourceError,
+    TransferTimeout,
+    VersionError,
+    WeightBusError,
 )
 from weightbus.manifest import Manifest
 from weightbus.names import grouping
@@ -251,17 +261,29 @@ class Coordinator:
     def _refuse(self, join: m.Join) -> WeightBusError | None:
         advice = "Run the same weightbus, with the same settings, on all sides."
         if join.protocol != m.PROTOCOL:
-            return RemoteProtocolError(f"protocol {join.protocol}, this side speaks {m.PROTOCOL}", peer=join.member,
-                                       phase="join", advice=advice)
+            return RemoteProtocolError(
+                f"protocol {join.protocol}, this side speaks {m.PROTOCOL}",
+                peer=join.member,
+                phase="join",
+                advice=advice,
+            )
         if join.sender_rank >= 0:
             if join.senders != self.config.senders or not 0 < join.sender_rank < self.config.senders:
-                return ConfigError(f"sender {join.sender_rank} of {join.senders} joins a bus of {self.config.senders} senders",
-                                   peer=join.member, phase="join", advice="Give every sender the same senders=.")
+                return ConfigError(
+                    f"sender {join.sender_rank} of {join.senders} joins a bus of {self.config.senders} senders",
+                    peer=join.member,
+                    phase="join",
+                    advice="Give every sender the same senders=.",
+                )
         else:
             engine = self.engines.get(join.engine)
             if engine is not None and engine.members and engine.world != join.world:
-                return ConfigError(f"engine {join.engine!r} has {engine.world} ranks, this member says {join.world}",
-                                   peer=join.member, phase="join", advice="Give every rank of an engine the same ranks=.")
+                return ConfigError(
+                    f"engine {join.engine!r} has {engine.world} ranks, this member says {join.world}",
+                    peer=join.member,
+                    phase="join",
+                    advice="Give every rank of an engine the same ranks=.",
+                )
             if any(not 0 <= r < join.world for r in join.serves) or not join.engine:
                 return ConfigError(f"ranks {join.serves} of {join.world}", peer=join.member, phase="join")
         if join.serves or join.sender_rank >= 0:
@@ -270,16 +292,32 @@ class Coordinator:
 
     def _refuse_backend(self, join: m.Join) -> WeightBusError | None:
         if join.backend != self._backend_name:
-            return ConfigError(f"backend {join.backend!r} joins a bus on {self._backend_name!r}", peer=join.member,
-                               phase="join", advice="Give every side the same backend=.")
+            return ConfigError(
+                f"backend {join.backend!r} joins a bus on {self._backend_name!r}",
+                peer=join.member,
+                phase="join",
+                advice="Give every side the same backend=.",
+            )
         mine = self._backend.fingerprint()
-        differ = [f"{k}: {join.fingerprint.get(k)!r} there, {v!r} here" for k, v in mine.items() if join.fingerprint.get(k) != v]
+        differ = [
+            f"{k}: {join.fingerprint.get(k)!r} there, {v!r} here"
+            for k, v in mine.items()
+            if join.fingerprint.get(k) != v
+        ]
         if differ:
-            return ConfigError("settings that must be equal differ: " + "; ".join(differ), peer=join.member, phase="join",
-                               advice="Make them equal on both sides.")
+            return ConfigError(
+                "settings that must be equal differ: " + "; ".join(differ),
+                peer=join.member,
+                phase="join",
+                advice="Make them equal on both sides.",
+            )
         if self._backend.capabilities.same_host_only and join.host != self._host:
-            return ConfigError(f"backend {self._backend_name!r} works within one host only", peer=join.member, phase="join",
-                               advice="Use backend='nixl' or 'ucx' between hosts.")
+            return ConfigError(
+                f"backend {self._backend_name!r} works within one host only",
+                peer=join.member,
+                phase="join",
+                advice="Use backend='nixl' or 'ucx' between hosts.",
+            )
         return None
 
     def _on_lost(self, link: bytes) -> None:
@@ -287,8 +325,9 @@ class Coordinator:
         self.hub.forget(link)
         if member is None:
             return
-        error = PeerLost(f"{member.name} is gone", peer=member.name,
-                         advice="It may join again; the next send feeds it.")
+        error = PeerLost(
+            f"{member.name} is gone", peer=member.name, advice="It may join again; the next send feeds it."
+        )
         if member.join.sender_rank >= 0:
             self.senders.pop(member.join.sender_rank, None)
             self._sender_lost(member.join.sender_rank, error)
@@ -511,32 +550,50 @@ class Coordinator:
         self._raise(run)
         missing = wanted - set(run.ready)
         if missing:
-            raise TransferTimeout(f"senders {sorted(missing)} did not call send", phase="offer",
-                                  advice="All senders call send with the same version, as in a collective.")
+            raise TransferTimeout(
+                f"senders {sorted(missing)} did not call send",
+                phase="offer",
+                advice="All senders call send with the same version, as in a collective.",
+            )
         for rank, ready in run.ready.items():
             if ready.error is not None:
                 error = ready.error.to_error()
                 error.peer = error.peer or f"sender/{rank}"
                 raise error
             if (ready.version, ready.partial) != (run.version, run.partial):
-                raise VersionError(f"sender {rank} sends version {ready.version}, sender 0 version {run.version}",
-                                   peer=f"sender/{rank}", phase="offer")
+                raise VersionError(
+                    f"sender {rank} sends version {ready.version}, sender 0 version {run.version}",
+                    peer=f"sender/{rank}",
+                    phase="offer",
+                )
             self._manifests[rank] = ready.manifest or self._manifests.get(rank)
         run.paged = any(r.paged for r in run.ready.values())
         if run.paged and not all(r.paged for r in run.ready.values()):
-            raise AlignmentError("some senders have a manifest and some have none", phase="offer",
-                                 advice="Give manifest= on every sender, or on none.")
+            raise AlignmentError(
+                "some senders have a manifest and some have none",
+                phase="offer",
+                advice="Give manifest= on every sender, or on none.",
+            )
         first = self.base_version < 0 and self.config.receivers is not None
-        ranks = lambda: sum(e.world for e in self.engines.values() if e.complete)  # noqa: E731
+
+        def ranks() -> int:
+            return sum(e.world for e in self.engines.values() if e.complete)
+
         need = self.config.receivers if first and self.config.receivers else 1
         yield Wait(lambda: ranks() >= need or run.error is not None, run.deadline)
         self._raise(run)
         if ranks() < need:
-            half = [f"{e.name} ({len(e.serving())} of {e.world} ranks{'' if e.driver else ', no driver'})"
-                    for e in self.engines.values() if not e.complete]
+            half = [
+                f"{e.name} ({len(e.serving())} of {e.world} ranks{'' if e.driver else ', no driver'})"
+                for e in self.engines.values()
+                if not e.complete
+            ]
             raise ConnectError(
-                f"{ranks()} of {need} receiver ranks are here after the timeout" + (f"; incomplete: {', '.join(half)}" if half else ""),
-                phase="offer", advice=f"Start receivers with address {self.hub.address}; the token must be the same.")
+                f"{ranks()} of {need} receiver ranks are here after the timeout"
+                + (f"; incomplete: {', '.join(half)}" if half else ""),
+                phase="offer",
+                advice=f"Start receivers with address {self.hub.address}; the token must be the same.",
+            )
 
     def _raise(self, run: RefitRun) -> None:
         if run.error is not None:
@@ -544,8 +601,11 @@ class Coordinator:
 
     def _stalled(self, e: EngineRun, phase: str) -> TransferTimeout:
         return TransferTimeout(
-            f"no progress for {self.config.stall_timeout_s:g} s", peer=e.name, phase=phase,
-            advice="Its recv must be running; raise stall_timeout if a step of this engine takes longer.")
+            f"no progress for {self.config.stall_timeout_s:g} s",
+            peer=e.name,
+            phase=phase,
+            advice="Its recv must be running; raise stall_timeout if a step of this engine takes longer.",
+        )
 
     def _wait_engines(self, run: RefitRun, settled: Callable[[EngineRun], bool], phase: str) -> Script:
         """Until every active engine is settled; the stall timer drops those that are silent."""
@@ -573,15 +633,31 @@ class Coordinator:
             staged = all(x.join.stage for x in serving.values())
             e = run.engines[engine.name] = EngineRun(engine, driver, serving, staged)
             if len({x.join.stage for x in serving.values()}) > 1:
-                raise ConfigError("the ranks of one engine have different stage=", peer=engine.name, phase="offer",
-                                  advice="Give every rank of an engine the same stage.")
-            self.hub.send(driver.link, m.OfferDriver(
-                refit=run.refit, run_id=self.run_id, version=run.version,
-                timeout_s=run.deadline.remaining_s() + self.config.stall_timeout_s,
-                finish_timeout_s=self.config.finish_timeout_s, partial=run.partial, staged=staged, base_version=self.base_version,
-                tensors=tensors, nbytes=nbytes))
+                raise ConfigError(
+                    "the ranks of one engine have different stage=",
+                    peer=engine.name,
+                    phase="offer",
+                    advice="Give every rank of an engine the same stage.",
+                )
+            self.hub.send(
+                driver.link,
+                m.OfferDriver(
+                    refit=run.refit,
+                    run_id=self.run_id,
+                    version=run.version,
+                    timeout_s=run.deadline.remaining_s() + self.config.stall_timeout_s,
+                    finish_timeout_s=self.config.finish_timeout_s,
+                    partial=run.partial,
+                    staged=staged,
+                    base_version=self.base_version,
+                    tensors=tensors,
+                    nbytes=nbytes,
+                ),
+            )
         limit = Deadline.after(self.config.stall_timeout_s + self.config.finish_timeout_s).min(run.deadline)
-        yield Wait(lambda: run.error is not None or all(e.answer or e.outcome or e.error for e in run.engines.values()), limit)
+        yield Wait(
+            lambda: run.error is not None or all(e.answer or e.outcome or e.error for e in run.engines.values()), limit
+        )
         self._raise(run)
         for e in run.engines.values():
             if not e.answer and not e.outcome and e.error is None:
@@ -595,9 +671,12 @@ class Coordinator:
             elif e.answer == "BEHIND":
                 e.outcome = Outcome.BEHIND.value
         if self.config.cohort == "all" and any(not e.staged for e in run.active()):
-            raise ConfigError("cohort 'all' needs every engine staged", phase="offer",
-                              peer=", ".join(e.name for e in run.active() if not e.staged),
-                              advice="Give receivers stage='host' or 'device', or use cohort='each'.")
+            raise ConfigError(
+                "cohort 'all' needs every engine staged",
+                phase="offer",
+                peer=", ".join(e.name for e in run.active() if not e.staged),
+                advice="Give receivers stage='host' or 'device', or use cohort='each'.",
+            )
 
     def _lanes_of(self, run: RefitRun) -> None:
         multicast = self._backend.capabilities.multicast or self.config.lanes == "broadcast"
@@ -613,7 +692,9 @@ class Coordinator:
     def _plan(self, run: RefitRun) -> tuple[tuple[Plan, ...], tuple[m.PlanWire, ...]]:
         """The one plan, one layout per sender; remembered while nothing it depends on changes."""
         manifests = [self._manifests.get(k) or Manifest(()) for k in range(self.config.senders)]
-        rules = [(x.join.rules, x.join.names) for e in run.active() for x in {y.link: y for y in e.ranks.values()}.values()]
+        rules = [
+            (x.join.rules, x.join.names) for e in run.active() for x in {y.link: y for y in e.ranks.values()}.values()
+        ]
         reorder = all(run.ready[k].reorderable for k in range(self.config.senders))
         sizes = [self._bucket_bytes, *(s.join.bucket_bytes for s in self.senders.values())]
         key = (tuple(x.digest() for x in manifests), tuple(dict.fromkeys(rules)), reorder, min(sizes))
@@ -626,24 +707,51 @@ class Coordinator:
             self._plans = {key: (plans, tuple(m.PlanWire.of(p) for p in plans))}
         return self._plans[key]
 
-    def _offer_ranks(self, run: RefitRun, e: EngineRun, plans: Sequence[Plan], wires: Sequence[m.PlanWire], links: set[bytes], full: bool) -> None:
+    def _offer_ranks(
+        self,
+        run: RefitRun,
+        e: EngineRun,
+        plans: Sequence[Plan],
+        wires: Sequence[m.PlanWire],
+        links: set[bytes],
+        full: bool,
+    ) -> None:
         for link in links:
             member = next(x for x in e.ranks.values() if x.link == link)
             lanes = []
             for lane in run.lanes.values():
                 if lane.engine is e and lane.rank in member.join.serves:
                     plan = plans[lane.sender] if plans else None
-                    sender_bytes = self._bucket_bytes if lane.sender == 0 else self.senders[lane.sender].join.bucket_bytes
-                    lanes.append(m.LaneOffer(
-                        lane=lane.id, rank=lane.rank, plan_digest=plan.digest if plan else 0,
-                        slot_bytes=plan.capacity_bytes if plan else sender_bytes // 16 * 16, slots=self.config.slots,
-                        manifest=plan.manifest if plan and full else None, plan=wires[lane.sender] if plan and full else None))
+                    sender_bytes = (
+                        self._bucket_bytes if lane.sender == 0 else self.senders[lane.sender].join.bucket_bytes
+                    )
+                    lanes.append(
+                        m.LaneOffer(
+                            lane=lane.id,
+                            rank=lane.rank,
+                            plan_digest=plan.digest if plan else 0,
+                            slot_bytes=plan.capacity_bytes if plan else sender_bytes // 16 * 16,
+                            slots=self.config.slots,
+                            manifest=plan.manifest if plan and full else None,
+                            plan=wires[lane.sender] if plan and full else None,
+                        )
+                    )
             lanes.sort(key=lambda x: x.rank)
             beside = e.driver.link == link
-            self.hub.send(link, m.OfferRanks(
-                refit=run.refit, run_id=self.run_id, version=run.version,
-                timeout_s=run.deadline.remaining_s() + self.config.stall_timeout_s, partial=run.partial, paged=run.paged,
-                verify=self.config.verify, driver_address="" if beside else e.driver.join.driver_address, lanes=tuple(lanes)))
+            self.hub.send(
+                link,
+                m.OfferRanks(
+                    refit=run.refit,
+                    run_id=self.run_id,
+                    version=run.version,
+                    timeout_s=run.deadline.remaining_s() + self.config.stall_timeout_s,
+                    partial=run.partial,
+                    paged=run.paged,
+                    verify=self.config.verify,
+                    driver_address="" if beside else e.driver.join.driver_address,
+                    lanes=tuple(lanes),
+                ),
+            )
 
     def _check(self, run: RefitRun) -> Any:
         """Every rank's check; any refusal ends the refit, with one error that lists all faults of all ranks."""
@@ -653,10 +761,15 @@ class Coordinator:
         self._lanes_of(run)
         for e in run.active():
             self._offer_ranks(run, e, plans, wires, e.links, full=False)
-        settled = lambda e: e.links <= {k for k, a in e.answers.items() if not a.need_plan}  # noqa: E731
+
+        def settled(e: EngineRun) -> bool:
+            return e.links <= {k for k, a in e.answers.items() if not a.need_plan}
+
+        def asking() -> list[tuple[EngineRun, bytes]]:
+            return [(e, link) for e in run.active() for link, a in e.answers.items() if a.need_plan]
+
         limit = Deadline.after(self.config.stall_timeout_s).min(run.deadline)
         while True:
-            asking = lambda: [(e, link) for e in run.active() for link, a in e.answers.items() if a.need_plan]  # noqa: E731
             yield Wait(lambda: run.error is not None or bool(asking()) or all(settled(e) for e in run.active()), limit)
             self._raise(run)
             again = asking()
@@ -665,11 +778,18 @@ class Coordinator:
                 self._offer_ranks(run, e, plans, wires, {link}, full=True)
             if not again:
                 break
-        faults = [f"{e.name}/{'+'.join(str(r) for r, x in e.ranks.items() if x.link == link)}: {fault}"
-                  for e in run.engines.values() for link, a in e.answers.items() for fault in a.faults]
+        faults = [
+            f"{e.name}/{'+'.join(str(r) for r, x in e.ranks.items() if x.link == link)}: {fault}"
+            for e in run.engines.values()
+            for link, a in e.answers.items()
+            for fault in a.faults
+        ]
         if faults:
-            raise AlignmentError(f"{len(faults)} faults: " + "; ".join(faults), phase="check",
-                                 advice="Nothing was touched. Use names= rules, cast= or partial=True where the difference is meant.")
+            raise AlignmentError(
+                f"{len(faults)} faults: " + "; ".join(faults),
+                phase="check",
+                advice="Nothing was touched. Use names= rules, cast= or partial=True where the difference is meant.",
+            )
         for e in run.active():
             wire = next((a.error for a in e.answers.values() if a.error is not None), None)
             if wire is not None:
@@ -683,20 +803,35 @@ class Coordinator:
         answers = {a.lane: a for e in run.active() for answer in e.answers.values() for a in answer.lanes}
         multicast = self._backend.capabilities.multicast
         for rank in range(self.config.senders):
-            mine = [answers[x.id] for x in run.lanes.values() if x.sender == rank and x.engine.active and x.id in answers]
+            mine = [
+                answers[x.id] for x in run.lanes.values() if x.sender == rank and x.engine.active and x.id in answers
+            ]
             specs = [mine] if multicast and mine else [[a] for a in mine]
             digest = plans[rank].digest if plans else 0
             told = rank > 0 and self._told_plans.get(rank) == digest
             self._told_plans[rank] = digest
-            self._to_sender(rank, m.SendPlan(
-                refit=run.refit, version=run.version, timeout_s=run.deadline.remaining_s(),
-                stall_timeout_s=self.config.stall_timeout_s, plan_digest=digest,
-                manifest=plans[rank].manifest if plans and not told else None,
-                plan=wires[rank] if plans and not told else None,
-                outbound=tuple(m.LaneSpec(
-                    lanes=tuple(a.lane for a in spec), keys=tuple(a.key for a in spec),
-                    incarnations=tuple(a.incarnation for a in spec), addresses=tuple(a.address for a in spec),
-                    slots=self.config.slots) for spec in specs)))
+            self._to_sender(
+                rank,
+                m.SendPlan(
+                    refit=run.refit,
+                    version=run.version,
+                    timeout_s=run.deadline.remaining_s(),
+                    stall_timeout_s=self.config.stall_timeout_s,
+                    plan_digest=digest,
+                    manifest=plans[rank].manifest if plans and not told else None,
+                    plan=wires[rank] if plans and not told else None,
+                    outbound=tuple(
+                        m.LaneSpec(
+                            lanes=tuple(a.lane for a in spec),
+                            keys=tuple(a.key for a in spec),
+                            incarnations=tuple(a.incarnation for a in spec),
+                            addresses=tuple(a.address for a in spec),
+                            slots=self.config.slots,
+                        )
+                        for spec in specs
+                    ),
+                ),
+            )
         everyone = set(range(self.config.senders))
         limit = Deadline.after(CONNECT_S + self.config.stall_timeout_s).min(run.deadline)
         yield Wait(lambda: run.error is not None or (everyone <= run.connected and not run.group_waits), limit)
@@ -775,7 +910,7 @@ class Coordinator:
             if not waiting:
                 break
             limit = min((e.give_up or finish).at_s for e in waiting)
-            yield Wait(lambda: any(e.outcome for e in waiting), Deadline(limit))
+            yield Wait(lambda waiting=waiting: any(e.outcome for e in waiting), Deadline(limit))  # type: ignore[misc]
             for e in waiting:
                 if not e.outcome and (e.give_up or finish).expired:
                     e.outcome = Outcome.UNKNOWN.value
@@ -792,16 +927,24 @@ class Coordinator:
         for e in run.engines.values():
             if not self._is_current(run, e):
                 for link in e.links | {e.driver.link}:
-                    self.hub.send(link, m.Abort(refit=run.refit, error=m.WireError.of(error or RefitAborted("the refit is over"))))
+                    self.hub.send(
+                        link, m.Abort(refit=run.refit, error=m.WireError.of(error or RefitAborted("the refit is over")))
+                    )
         run.ended = True
         run.error = error
-        self._to_senders(m.SendDone(refit=run.refit, outcomes=outcomes, error=None if error is None else m.WireError.of(error)))
+        self._to_senders(
+            m.SendDone(refit=run.refit, outcomes=outcomes, error=None if error is None else m.WireError.of(error))
+        )
 
     def _text(self, run: RefitRun, e: EngineRun) -> str:
         if e.answer == ALREADY:
             return ALREADY
         version = e.report.version if e.report is not None else None
-        return e.outcome if version is None or e.outcome in ("DEAD", "UNKNOWN", "DIRTY") else f"{e.outcome}({version if version >= 0 else 'initial'})"
+        return (
+            e.outcome
+            if version is None or e.outcome in ("DEAD", "UNKNOWN", "DIRTY")
+            else f"{e.outcome}({version if version >= 0 else 'initial'})"
+        )
 
     def _verdict(self, run: RefitRun, current: Sequence[EngineRun], outcomes: dict[str, str]) -> WeightBusError | None:
         if run.error is not None and (not run.streaming or isinstance(run.error, SourceError) or not run.engines):
@@ -810,17 +953,24 @@ class Coordinator:
         if not failed and run.error is None:
             return None
         first = run.first_error or run.error
-        what = f"{len(current)} of {len(run.engines)} engines are on version {run.version}: " + ", ".join(f"{k} {v}" for k, v in outcomes.items())
-        error = PartialRefitError(what if first is None else f"{what}. First cause: {first}", outcomes=outcomes,
-                                  advice="Send the same version again: it feeds only those that lack it.")
+        what = f"{len(current)} of {len(run.engines)} engines are on version {run.version}: " + ", ".join(
+            f"{k} {v}" for k, v in outcomes.items()
+        )
+        error = PartialRefitError(
+            what if first is None else f"{what}. First cause: {first}",
+            outcomes=outcomes,
+            advice="Send the same version again: it feeds only those that lack it.",
+        )
         error.__cause__ = first
         return error
 
     def behind(self) -> dict[str, str]:
         """Engines that do not hold the last version sent, with what they hold."""
         return {
-            e.name: f"{e.outcome}({e.version})" for e in self.engines.values()
-            if self.base_version >= 0 and not (e.outcome == "READY" and (e.run_id, e.version) == (self.run_id, self.base_version))
+            e.name: f"{e.outcome}({e.version})"
+            for e in self.engines.values()
+            if self.base_version >= 0
+            and not (e.outcome == "READY" and (e.run_id, e.version) == (self.run_id, self.base_version))
         }
 
     def close(self) -> None:

@@ -39,12 +39,16 @@ def _address(_: object, __: attrs.Attribute[bytes], value: bytes) -> None:
         raise ValueError(f"an address has at most {MAX_ADDRESS_BYTES} bytes")
 
 
+def _cut(text: str) -> str:
+    return text[:MAX_TEXT]
+
+
 @attrs.frozen(kw_only=True)
 class WireError:
     """A WeightBusError that crosses processes: its class by name, its places."""
 
     kind: str = attrs.field(validator=_short)
-    what: str = attrs.field(converter=lambda text: text[:MAX_TEXT], validator=_short)
+    what: str = attrs.field(converter=_cut, validator=_short)
     peer: str | None = None
     lane: str | None = None
     bucket: int | None = None
@@ -56,15 +60,31 @@ class WireError:
     def of(cls, exc: BaseException, peer: str | None = None) -> WireError:
         if not isinstance(exc, WeightBusError):
             return cls(kind="RefitAborted", what=f"{type(exc).__name__}: {exc}", peer=peer)
-        return cls(kind=type(exc).__name__, what=exc.what, peer=exc.peer or peer, lane=exc.lane, bucket=exc.bucket,
-                   tensor=exc.tensor, phase=exc.phase, advice=exc.advice)
+        return cls(
+            kind=type(exc).__name__,
+            what=exc.what,
+            peer=exc.peer or peer,
+            lane=exc.lane,
+            bucket=exc.bucket,
+            tensor=exc.tensor,
+            phase=exc.phase,
+            advice=exc.advice,
+        )
 
     def to_error(self) -> WeightBusError:
         found = getattr(errors, self.kind, None)
         kind = found if isinstance(found, type) and issubclass(found, WeightBusError) else errors.RefitAborted
         exc = kind.__new__(kind)
-        WeightBusError.__init__(exc, self.what, peer=self.peer, lane=self.lane, bucket=self.bucket,
-                                tensor=self.tensor, phase=self.phase, advice=self.advice)
+        WeightBusError.__init__(
+            exc,
+            self.what,
+            peer=self.peer,
+            lane=self.lane,
+            bucket=self.bucket,
+            tensor=self.tensor,
+            phase=self.phase,
+            advice=self.advice,
+        )
         if isinstance(exc, errors.PartialRefitError):
             exc.outcomes = {}
         if isinstance(exc, errors.EngineError):
@@ -484,9 +504,39 @@ class RankOrder:
 
 
 KINDS: tuple[type[Any], ...] = (
-    Join, Welcome, Leave, SendReady, SendPlan, Connected, Go, Pace, SourceEnd, LaneFailed, DropLanes, SendDone,
-    OfferDriver, OfferRanks, DriverAnswer, RanksAnswer, Begin, Begun, JoinGroup, HeaderAhead, Page, PageEnd, Credit,
-    Complete, RankFailed, Commit, Abort, Drained, Quiet, Report, RankHello, RankState, RankOrder,
+    Join,
+    Welcome,
+    Leave,
+    SendReady,
+    SendPlan,
+    Connected,
+    Go,
+    Pace,
+    SourceEnd,
+    LaneFailed,
+    DropLanes,
+    SendDone,
+    OfferDriver,
+    OfferRanks,
+    DriverAnswer,
+    RanksAnswer,
+    Begin,
+    Begun,
+    JoinGroup,
+    HeaderAhead,
+    Page,
+    PageEnd,
+    Credit,
+    Complete,
+    RankFailed,
+    Commit,
+    Abort,
+    Drained,
+    Quiet,
+    Report,
+    RankHello,
+    RankState,
+    RankOrder,
 )
 _CODE = {cls: code for code, cls in enumerate(KINDS)}
 _encoder = msgspec.msgpack.Encoder()

@@ -79,7 +79,7 @@ class Hub:
         except ConfigError:
             self.close()
             raise
-        bound = self._socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+        bound = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT)).rstrip("\0")
         port = int(bound.rsplit(":", 1)[1])
         self.address = f"tcp://{_bracket(advertise or host)}:{port}"
 
@@ -226,7 +226,8 @@ class Link:
             else:
                 with_token = "with" if self._has_token else "without"
                 self.refused = ConnectError(
-                    f"{self.address} refuses this member ({with_token} a token)", phase="join",
+                    f"{self.address} refuses this member ({with_token} a token)",
+                    phase="join",
                     advice=f"{security.TOKEN_VARIABLE} must be the same on both sides, or absent on both.",
                 )
         return moved

@@ -13,17 +13,7 @@ import pytest
 import torch
 import xxhash
 
-from weightbus.adapter import (
-    Adapter,
-    Batch,
-    EngineDriver,
-    EngineLoader,
-    Fault,
-    GroupRules,
-    LoadResult,
-    Outcome,
-    Refit,
-)
+from weightbus.adapter import Adapter, Batch, EngineDriver, EngineLoader, Fault, GroupRules, LoadResult, Outcome, Refit
 from weightbus.deadline import Deadline
 from weightbus.errors import ConfigError, EngineError
 from weightbus.manifest import DTYPES, Manifest, TensorSpec, dtype_name

@@ -269,11 +269,7 @@ class BackendConformance(StandardSuite):
 
     @pytest.fixture
     def world(
-        self,
-        request: pytest.FixtureRequest,
-        backend: str | Backend,
-        backend_options: Mapping[str, Any],
-        made: Backend,
+        self, request: pytest.FixtureRequest, backend: str | Backend, backend_options: Mapping[str, Any], made: Backend
     ) -> Iterator[World]:
         """Makes sides; its peer processes serve all tests of the class."""
         name = backend if isinstance(backend, str) else target_of(type(backend))

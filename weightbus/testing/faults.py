@@ -14,18 +14,7 @@ from typing import Any, ClassVar
 import attrs
 import torch
 
-from weightbus.backend import (
-    Arrival,
-    Backend,
-    Channel,
-    Endpoint,
-    EndpointSpec,
-    GroupSpec,
-    Probe,
-    Region,
-    State,
-    Work,
-)
+from weightbus.backend import Arrival, Backend, Channel, Endpoint, EndpointSpec, GroupSpec, Probe, Region, State, Work
 from weightbus.deadline import Deadline
 from weightbus.errors import ConfigError, PeerLost, WeightBusError
 from weightbus.registry import load_backend

