@@ -160,6 +160,15 @@ class EngineLoader(ABC):
         current stream, and core waits for what `load` enqueued on it before the memory is used again.
         """
 
+    def resident(self, manifest: Manifest) -> list[torch.Tensor] | None:
+        """Memory of the engine that core may write itself in place of `load`, one tensor per spec of `manifest`.
+
+        Called in the caller's thread before the first byte of a refit; the tensors are contiguous, of the spec's shape
+        and dtype, and stay where they are until the refit ends. None (the default): `load` is called. What core writes
+        counts as loaded: a failure after it is the row "in place" of the failure table.
+        """
+        return None
+
     def abort(self, reason: str) -> None:  # noqa: B027 (optional step)
         """The refit failed after `load` was called; drop whatever is kept of it."""
 

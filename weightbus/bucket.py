@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -38,15 +39,31 @@ def plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
 
 
+GatherTables = dict[tuple[int, int], tuple[list[tuple[int, int, int]], Any]]
+
+
 class Packer:
     """Fills one bucket by rising offset, digesting as it goes.
+
+    A host bucket is copied at `put`. On CUDA pieces of the bucket's own device are gathered in one launch at `finish`,
+    on the caller's current stream: their memory must stay until then.
 
     Args:
         target: ``[capacity]`` uint8, the bucket's memory; written by `put` and until `Packed.ready`.
         verify: compute the digest.
+        tables: gather tables of earlier refits, by place; kept by the caller as long as the slots.
+        place: key of this bucket in `tables`.
+        at_once: copy at `put` on CUDA too, for sources that reuse their memory.
     """
 
-    def __init__(self, target: torch.Tensor, verify: bool) -> None:
+    def __init__(
+        self,
+        target: torch.Tensor,
+        verify: bool,
+        tables: GatherTables | None = None,
+        place: tuple[int, int] = (0, 0),
+        at_once: bool = True,
+    ) -> None:
         self._target = target
         self._verify = verify
         self._host = target.device.type == "cpu"
@@ -55,20 +72,29 @@ class Packer:
         self._end = 0
         self._leaves: list[bytes] = []
         self._hashed = 0  # leaves
+        self._tables, self._place, self._at_once = tables, place, at_once
+        self._pieces: list[tuple[int, int, int]] = []  # offset, address, length: gathered at `finish`
+        self._kept: list[torch.Tensor] = []
+        self._mixed = False  # some bytes were copied at `put`: a fused digest would not see them
 
     def put(self, segment: Segment, tensor: torch.Tensor, source: torch.Tensor | None = None) -> None:
         """Copy one segment. `source` is `plain_bytes(tensor)` where the caller has it already."""
+        plain = source is None and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        if not plain and source is None:
+            source = plain_bytes(tensor)
+        address = (tensor if source is None else source).data_ptr() + segment.tensor_offset
         if self._host and tensor.device.type == "cpu":
-            if source is None and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-                self._copy_host(segment, tensor.data_ptr() + segment.tensor_offset)
-                return
-            source = plain_bytes(tensor) if source is None else source
-            self._copy_host(segment, source.data_ptr() + segment.tensor_offset)
+            self._copy_host(segment, address)
             return
+        self._end = segment.offset + segment.nbytes
+        if not self._at_once and tensor.device == self._target.device:
+            self._pieces.append((segment.offset, address, segment.nbytes))
+            self._kept.append(tensor if source is None else source)
+            return
+        self._mixed = True
         source = plain_bytes(tensor) if source is None else source
         piece = source[segment.tensor_offset : segment.tensor_offset + segment.nbytes]
-        self._target[segment.offset : segment.offset + segment.nbytes].copy_(piece, non_blocking=not self._host)
-        self._end = segment.offset + segment.nbytes
+        self._target[segment.offset : self._end].copy_(piece, non_blocking=not self._host)
         self._digest_to(self._end)
 
     def _copy_host(self, segment: Segment, source: int) -> None:
@@ -103,10 +129,22 @@ class Packer:
         return Packed(used_bytes=used, ready=lambda: True, digest=lambda: value)
 
     def _finish_device(self, used: int) -> Packed:
-        value = digests.digest(self._target, used) if self._verify else 0
+        from weightbus import gpu  # CuPy, only where there are CUDA buckets
+
+        pending = None
+        if self._pieces:
+            tables = self._tables if self._tables is not None else {}
+            known = tables.get(self._place)
+            if known is None or known[0] != self._pieces:
+                known = tables[self._place] = (self._pieces, gpu.Pieces.of(self._target, self._pieces))
+            pending = known[1].gather(digest=self._verify and not self._mixed)
+        if self._verify and pending is None:
+            pending = gpu.digest_async(self._target, used)
+        if pending is not None:
+            return Packed(used_bytes=used, ready=pending.ready, digest=pending.value)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        return Packed(used_bytes=used, ready=event.query, digest=lambda: value)
+        return Packed(used_bytes=used, ready=event.query, digest=lambda: 0)
 
 
 def view_of(spec: TensorSpec, memory: torch.Tensor, offset: int) -> torch.Tensor:

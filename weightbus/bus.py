@@ -20,7 +20,7 @@ from weightbus.control.coordinator import Coordinator, CoordinatorConfig
 from weightbus.control.wire import Link
 from weightbus.deadline import Deadline
 from weightbus.errors import ConfigError, EndpointBusy, LocalProtocolError, TransferTimeout, WeightBusError
-from weightbus.inbound import InboundConfig
+from weightbus.lane import InboundConfig
 from weightbus.manifest import Manifest, TensorSpec
 from weightbus.names import NameRule, parse_rules
 from weightbus.reactor import Reactor

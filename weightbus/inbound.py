@@ -6,20 +6,16 @@ bus thread; `load` runs as a job in the caller's thread. Rules: section 5 of doc
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
-import attrs
 import torch
 
-from weightbus import digest as digests
-from weightbus.adapter import EngineLoader, Fault, LoadResult
-from weightbus.align import Aligner
-from weightbus.backend import LANE_KEY_BYTES, Arrival, Backend, Channel, Endpoint, EndpointSpec, GroupSpec
+from weightbus.adapter import EngineLoader, Fault
+from weightbus.backend import Backend, Channel, Endpoint, GroupSpec
 from weightbus.bucket import Unpacker
 from weightbus.buffers import SlotPool
 from weightbus.control import messages as m
@@ -27,7 +23,6 @@ from weightbus.deadline import Deadline
 from weightbus.errors import (
     AlignmentError,
     ConfigError,
-    DigestMismatch,
     EngineError,
     PeerLost,
     RefitAborted,
@@ -35,278 +30,15 @@ from weightbus.errors import (
     TransferTimeout,
     WeightBusError,
 )
-from weightbus.header import Header
+from weightbus.feed import Feed, RankRun, Scatter, Spent, Step
 from weightbus.jobs import Job, Jobs
+from weightbus.lane import InboundConfig, InboundLane, Landed, Stage, verify
 from weightbus.manifest import Manifest
-from weightbus.names import NameRule, rename
-from weightbus.plan import Plan, single_page
+from weightbus.names import rename
+from weightbus.plan import Plan
 from weightbus.reactor import NEVER, Reactor, Script, Wait, log
 
 MAX_REMEMBERED_PLANS = 4
-
-
-@attrs.frozen(kw_only=True)
-class InboundConfig:
-    """What the user said of this receiver."""
-
-    stage: str | None = None
-    paged_in_place: bool = False
-    max_host_bytes: int | None = None
-    max_device_bytes: int | None = None
-    poison: bool = False
-    names: tuple[NameRule, ...] = ()
-    host: str | None = None
-
-
-@attrs.define(eq=False)
-class Landed:
-    """One bucket that is here: in a slot, or in the stage."""
-
-    index: int
-    memory: torch.Tensor
-    nbytes: int
-    header: Header
-    arrival: Arrival | None
-
-
-_Step = list[tuple["InboundLane", Landed]]  # what one load call takes: one bucket per lane (planned), or one (paged)
-
-
-class InboundLane:
-    """One rank's lane: its endpoint, its slots, what has landed and not been taken."""
-
-    def __init__(self, rank: int, name: str, backend: Backend, device: torch.device, config: InboundConfig) -> None:
-        self.rank, self.name = rank, name
-        self.id = ""
-        self.clean = True  # no refit is open on it
-        self.drained = False  # the writer said that its operations have ended
-        self.key = b""
-        self.endpoint: Endpoint | None = None
-        self.channel: Channel | None = None
-        self.pool: SlotPool | None = None
-        self.ready: deque[Landed] = deque()
-        self.pages: dict[int, m.Page] = {}
-        self.page_end: m.PageEnd | None = None
-        self.next_bucket = 0
-        self.taken = 0
-        self.plan: Plan | None = None
-        self.unpacker: Unpacker | None = None
-        self.refit = b""
-        self.aheads: list[m.HeaderAhead] = []
-        self._backend, self._device, self._config = backend, device, config
-
-    @property
-    def shares(self) -> bool:
-        return self._backend.capabilities.shares_memory
-
-    def prepare(self, lane: str, refit: str, slot_bytes: int, slots: int) -> None:
-        """Be clean and have room for this refit; a lane that may still be written to is replaced."""
-        multicast = self._backend.capabilities.multicast
-        safe = (self.clean or self.drained) and self.channel is not None and self.channel.error is None
-        if self.endpoint is not None and not (safe and self._fits(slot_bytes, slots)):
-            self.retire()
-        if self.endpoint is None:
-            spec = EndpointSpec(name=self.name, role="receive", device=self._device, host=self._config.host)
-            self.endpoint = self._backend.endpoint(spec)
-            self.key = os.urandom(LANE_KEY_BYTES)
-            limit = self._config.max_host_bytes if self._device.type == "cpu" else self._config.max_device_bytes
-            self.pool = SlotPool(self.endpoint, slots, self._config.poison, limit)
-            if not self.shares:
-                self.pool.ensure(slot_bytes)
-            if not multicast:
-                self.channel = self.endpoint.listen(self.key, self.pool.regions)
-        self.id, self.refit, self.clean, self.drained = lane, bytes.fromhex(refit), False, False
-        self.ready.clear()
-        self.pages.clear()
-        self.aheads.clear()
-        self.page_end, self.next_bucket, self.taken = None, 0, 0
-
-    def _fits(self, slot_bytes: int, slots: int) -> bool:
-        if self.shares or self.pool is None:
-            return True
-        return self.pool.count == slots and self.pool.regions[0].nbytes >= slot_bytes
-
-    def retire(self) -> None:
-        """Destroy this incarnation, the one fence against late writes. Closing may block: on a thread of its own."""
-        endpoint, self.endpoint, self.channel, self.pool = self.endpoint, None, None, None
-        self.ready.clear()
-        if self.unpacker is not None:
-            self.unpacker = None
-        if endpoint is not None:
-            threading.Thread(target=endpoint.close, name="weightbus-retire", daemon=True).start()
-
-    def poll(self) -> bool:
-        """Take what has landed; on the bus thread. Raises what is wrong with the lane."""
-        if self.endpoint is None or self.channel is None:
-            return False
-        moved = self.endpoint.progress()
-        while self.aheads:
-            ahead = self.aheads.pop(0)
-            self.channel.post_recv(ahead.slot, ahead.nbytes, ahead.header)
-            moved = True
-        for arrival in self.channel.arrivals():
-            moved = True
-            header = Header.unpack(arrival.header)
-            if header.lane_key != self.key or header.refit_id != self.refit or self.clean:
-                self.channel.release(arrival)  # of a refit that is over
-                continue
-            self._accept(header, arrival)
-        if self.channel.error is not None and not self.clean:
-            raise self.channel.error
-        return moved
-
-    def _accept(self, header: Header, arrival: Arrival) -> None:
-        if header.bucket != self.next_bucket:
-            raise RemoteProtocolError(
-                f"bucket {header.bucket} came in place of {self.next_bucket}",
-                lane=self.id,
-                bucket=header.bucket,
-                phase="stream",
-                advice="Bytes were lost, doubled or reordered on the way; the refit can be sent again.",
-            )
-        if header.used_bytes != arrival.nbytes or arrival.nbytes > arrival.region.nbytes:
-            raise RemoteProtocolError(
-                f"{arrival.nbytes} bytes landed, the header says {header.used_bytes}",
-                lane=self.id,
-                bucket=header.bucket,
-                phase="stream",
-                advice="The transfer was cut short; send again.",
-            )
-        self.next_bucket += 1
-        self.ready.append(Landed(header.bucket, arrival.region.tensor, arrival.nbytes, header, arrival))
-
-    def expect(self, landed: Landed) -> None:
-        """Layout must be the one agreed; raises before a byte is used."""
-        if self.plan is not None:
-            bucket = self.plan.buckets[landed.index] if landed.index < len(self.plan.buckets) else None
-            wrong = landed.header.plan_digest != self.plan.digest or bucket is None
-            if wrong or (bucket is not None and bucket.used_bytes != landed.nbytes):
-                raise RemoteProtocolError("a bucket packed by another plan", lane=self.id, bucket=landed.index)
-        else:
-            page = self.pages[landed.index]
-            want = single_page(page.specs, page.first_tensor, m.unflat_segments(page.segments))
-            if landed.header.plan_digest != want:
-                raise RemoteProtocolError("a bucket packed by another page", lane=self.id, bucket=landed.index)
-
-    def release(self, landed: Landed) -> None:
-        if landed.arrival is not None and self.channel is not None:
-            if self.pool is not None and not self.shares:
-                self.pool.poison(landed.arrival.slot) if landed.arrival.slot < len(self.pool.regions) else None
-            self.channel.release(landed.arrival)
-            landed.arrival = None
-
-    def forget(self) -> None:
-        """Let go of everything that has landed and is not being read."""
-        while self.ready:
-            self.release(self.ready.popleft())
-
-    @property
-    def total(self) -> int | None:
-        """How many buckets there are; None while that is not known."""
-        if self.plan is not None:
-            return len(self.plan.buckets)
-        return None if self.page_end is None else self.page_end.buckets
-
-    def readable(self) -> bool:
-        """The next bucket is here, and its page."""
-        return bool(self.ready) and (self.plan is not None or self.ready[0].index in self.pages)
-
-
-def verify(landed: Landed, memory: torch.Tensor, lane: str) -> None:
-    """Raises DigestMismatch when the bytes are not those that were packed."""
-    if landed.header.verified:
-        have = digests.digest(memory, landed.nbytes)
-        if have != landed.header.digest:
-            raise DigestMismatch(
-                f"digest {have:016x}, packed as {landed.header.digest:016x}",
-                lane=lane,
-                bucket=landed.index,
-                phase="stream",
-                advice="Memory or transport corrupts data; a full send heals the engine.",
-            )
-
-
-class Stage:
-    """The receiver's copy of one refit, kept over refits and reused."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._memory: list[torch.Tensor] = []
-
-    def put(self, k: int, landed: Landed) -> Landed:
-        """Copy bucket k of a lane; returns it as landed in the stage."""
-        while len(self._memory) <= k:
-            self._memory.append(torch.empty(0, dtype=torch.uint8, device=self._device))
-        if self._memory[k].numel() < landed.nbytes:
-            self._memory[k] = torch.empty(max(landed.nbytes, 16), dtype=torch.uint8, device=self._device)
-        self._memory[k][: landed.nbytes].copy_(landed.memory[: landed.nbytes])
-        return Landed(landed.index, self._memory[k], landed.nbytes, landed.header, None)
-
-    def drop(self) -> None:
-        self._memory.clear()
-
-
-class PagedUnpacker:
-    """Views of paged buckets: specs come page by page, whole tensors go out in order."""
-
-    def __init__(self) -> None:
-        self.specs: list[Any] = []
-        self._partial: tuple[int, torch.Tensor, int] | None = None
-
-    def batch(
-        self, page: m.Page, memory: torch.Tensor, names: Callable[[Any], tuple[str, ...]]
-    ) -> list[tuple[str, torch.Tensor]]:
-        from weightbus.bucket import view_of
-
-        if page.first_tensor != len(self.specs):
-            raise RemoteProtocolError("pages do not follow each other", bucket=page.bucket)
-        self.specs.extend(page.specs)
-        batch: list[tuple[str, torch.Tensor]] = []
-        for s in m.unflat_segments(page.segments):
-            if s.tensor >= len(self.specs) or s.offset + s.nbytes > memory.numel():
-                raise RemoteProtocolError("a page beyond its bucket", bucket=page.bucket)
-            spec = self.specs[s.tensor]
-            if s.nbytes == spec.nbytes:
-                tensor = view_of(spec, memory, s.offset)
-            else:
-                index, whole, have = self._partial or (
-                    s.tensor,
-                    torch.empty(spec.nbytes, dtype=torch.uint8, device=memory.device),
-                    0,
-                )
-                if index != s.tensor or s.tensor_offset != have:
-                    raise RemoteProtocolError("a tensor's pieces do not follow each other", tensor=spec.name)
-                whole[have : have + s.nbytes].copy_(memory[s.offset : s.offset + s.nbytes])
-                have += s.nbytes
-                self._partial = (index, whole, have) if have < spec.nbytes else None
-                if self._partial is not None:
-                    continue
-                tensor = view_of(spec, whole, 0)
-            batch.extend((name, tensor) for name in names(spec))
-        return batch
-
-
-@attrs.define(eq=False)
-class RankRun:
-    """One refit as this process's ranks see it."""
-
-    offer: m.OfferRanks
-    deadline: Deadline
-    started_s: float = attrs.field(factory=time.monotonic)
-    aborted: WeightBusError | None = None
-    told: bool = True
-    go_load: bool = False
-    dropped: bool = False
-    published: bool = False
-    touched: bool = False
-    verified: bool = False
-    loaded: bool = False
-    applied: set[str] = attrs.field(factory=set)
-    skipped: list[str] = attrs.field(factory=list)
-    seconds: dict[str, float] = attrs.field(factory=lambda: dict.fromkeys(("verify", "load", "wait"), 0.0))
-    buckets: int = 0
-    bytes: int = 0
-    tensors: int = 0
 
 
 class RankSet:
@@ -344,7 +76,7 @@ class RankSet:
         self._stage = Stage(torch.device("cpu") if config.stage == "host" else device)
         self._pending: m.OfferRanks | None = None
         self._releasing: list[tuple[Callable[[], bool], Callable[[], None]]] = []
-        self._reading = False
+        self._scatter = Scatter()
 
     # ---- messages
 
@@ -498,7 +230,8 @@ class RankSet:
         error: WeightBusError | None = None
         try:
             yield from self._stream(run)
-            yield from self._hold(run)
+            for lane in self.lanes:
+                lane.clean = True
         except WeightBusError as exc:
             error = exc
         yield from self._leave(run, error)
@@ -633,7 +366,7 @@ class RankSet:
             yield from self._fill_stage(run, copies)
             self._check_paged_end(run)
         else:
-            feed = _Feed(self, run)
+            feed = self._feed(run)
             yield from self._load_stream(run, feed, self._landed_steps(feed), in_place=True)
             self._check_paged_end(run)
             self._prove(run)
@@ -654,7 +387,7 @@ class RankSet:
         for attempt in (1, 2):
             try:
                 run.applied.clear()
-                feed = _Feed(self, run)
+                feed = self._feed(run)
                 yield from self._load_stream(run, feed, self._staged_steps(feed, copies), in_place=False)
                 self._prove(run)
                 break
@@ -710,7 +443,7 @@ class RankSet:
                 advice="Raise send's timeout, or look for the stalled side in its log.",
             )
 
-    def _landed_steps(self, feed: _Feed) -> Iterator[_Step | None]:
+    def _landed_steps(self, feed: Feed) -> Iterator[Step | None]:
         """Buckets as they land; None when there is nothing yet."""
         while not self._all_taken():
             step = feed.choose(self.lanes)
@@ -719,7 +452,7 @@ class RankSet:
     def _all_taken(self) -> bool:
         return all(lane.total is not None and lane.next_bucket >= lane.total and not lane.ready for lane in self.lanes)
 
-    def _staged_steps(self, feed: _Feed, copies: list[list[Landed]]) -> Iterator[_Step]:
+    def _staged_steps(self, feed: Feed, copies: list[list[Landed]]) -> Iterator[Step]:
         at = dict.fromkeys(self.lanes, 0)
         rows = dict(zip(self.lanes, copies, strict=True))
         if feed.planned:
@@ -733,7 +466,7 @@ class RankSet:
             at[lane] += 1
             yield [(lane, rows[lane][at[lane] - 1])]
 
-    def _load_stream(self, run: RankRun, feed: _Feed, steps: Iterator[_Step | None], *, in_place: bool) -> Script:
+    def _load_stream(self, run: RankRun, feed: Feed, steps: Iterator[Step | None], *, in_place: bool) -> Script:
         for step in steps:
             if step is None:
                 start = time.monotonic()
@@ -754,28 +487,25 @@ class RankSet:
             job = yield from self._run_load(run, feed, step, in_place)
             if job.error is not None:
                 for lane, landed in step:
-                    self._release_later(job, lane, landed, run, credit=False)
+                    lane.release(landed)
                 raise self._wrapped(job.error)
-            for lane, landed, event in feed.spent(job.result):
-                if in_place:
-                    self._release_later(event, lane, landed, run, credit=True)
+            for spent in job.result if in_place else ():
+                self._release_later(spent, run)
             if in_place:
                 self._raise_if_over(run)
         feed.close()
+        yield Wait(lambda: not self._releasing or run.aborted is not None, run.deadline)
+        if in_place:
+            self._raise_if_over(run)
 
-    def _run_load(self, run: RankRun, feed: _Feed, step: _Step, in_place: bool) -> Generator[Wait, bool, Job]:
-        self._reading = True
-        try:
-            return (
-                yield from self._jobs.run(
-                    "load",
-                    lambda: feed.load(step, check=in_place),
-                    run.deadline,
-                    lambda: run.aborted is not None or run.dropped,
-                )
-            )
-        finally:
-            self._reading = False
+    def _feed(self, run: RankRun) -> Feed:
+        plan = self.lanes[0].plan
+        renamed = None if plan is None else self._plans[plan.digest][1]
+        return Feed(self.lanes, run, self._loader, self._config.names, renamed, self._scatter)
+
+    def _run_load(self, run: RankRun, feed: Feed, step: Step, in_place: bool) -> Generator[Wait, bool, Job]:
+        over = lambda: run.aborted is not None or run.dropped
+        return (yield from self._jobs.run("load", lambda: feed.load(step, check=in_place), run.deadline, over))
 
     @staticmethod
     def _wrapped(error: BaseException) -> WeightBusError:
@@ -789,19 +519,22 @@ class RankSet:
         wrapped.__cause__ = error
         return wrapped
 
-    def _release_later(self, event: Any, lane: InboundLane, landed: Landed, run: RankRun, *, credit: bool) -> None:
-        """Free the slot once the device has read it."""
+    def _release_later(self, spent: Spent, run: RankRun) -> None:
+        """Free the slot once the device has read it, and its digest is right."""
 
         def then() -> None:
-            if credit:
-                self._take(run, lane, landed)
+            try:
+                spent.check()
+            except WeightBusError as exc:
+                spent.lane.release(spent.landed)
+                self.abort(run.offer.refit, exc, told=False)
             else:
-                lane.release(landed)
+                self._take(run, spent.lane, spent.landed)
 
-        if isinstance(event, torch.cuda.Event) and not event.query():  # type: ignore[no-untyped-call]
-            self._releasing.append((event.query, then))
-        else:
+        if spent.ready():
             then()
+        else:
+            self._releasing.append((spent.ready, then))
 
     def _check_paged_end(self, run: RankRun) -> None:
         """A paged refit knows its names only now."""
@@ -842,16 +575,6 @@ class RankSet:
                     phase="complete",
                     peer=f"{self.engine}/{lane.rank}",
                 )
-
-    def _hold(self, run: RankRun) -> Script:
-        """Verified (in place) or loaded: the outcome is the driver's word, or the end of what can be waited for."""
-        self._finish_part(run)
-        return
-        yield  # pragma: no cover
-
-    def _finish_part(self, run: RankRun) -> None:
-        for lane in self.lanes:
-            lane.clean = True
 
     def _leave(self, run: RankRun, error: WeightBusError | None) -> Script:
         refit = run.offer.refit
@@ -897,89 +620,3 @@ class RankSet:
                 lane.endpoint.close()
                 lane.endpoint = lane.channel = None
         self._loader.close()
-
-
-class _Feed:
-    """Turns steps into load calls, in the caller's thread; aligns lanes by name where they are paged."""
-
-    def __init__(self, ranks: RankSet, run: RankRun) -> None:
-        self._ranks, self._run = ranks, run
-        self.planned = all(lane.plan is not None for lane in ranks.lanes)
-        self._aligner = None if self.planned else Aligner(ranks.ranks)
-        self._paged = {lane.rank: PagedUnpacker() for lane in ranks.lanes}
-        for lane in ranks.lanes:
-            if lane.unpacker is not None:
-                lane.unpacker.reset()
-
-    def hungry(self, lane: InboundLane) -> bool:
-        """At most one outstanding batch per rank: more would be views of slots that fill again."""
-        return self._aligner is not None and lane.rank in self._aligner.hungry()
-
-    def choose(self, lanes: Sequence[InboundLane]) -> list[InboundLane] | None:
-        """The lanes whose next buckets make the next step, once they are here."""
-        if self.planned:
-            return list(lanes) if all(lane.readable() for lane in lanes) else None
-        lane = next((x for x in lanes if self.hungry(x) and x.readable()), None)
-        return None if lane is None else [lane]
-
-    def load(self, step: _Step, *, check: bool) -> Any:
-        """Verify and load one step; what was used up and the event after which it may be released."""
-        run, loader = self._run, self._ranks._loader
-        start = time.perf_counter()
-        if check:
-            for lane, landed in step:
-                verify(landed, landed.memory, lane.id)
-        loaded = time.perf_counter()
-        run.seconds["verify"] += loaded - start
-        spent: list[tuple[InboundLane, Landed]] = []
-        if self.planned:
-            batches = [
-                lane.unpacker.batch(landed.index, landed.memory) for lane, landed in step if lane.unpacker is not None
-            ]
-            self._call(loader, batches)
-            spent = list(step)
-        else:
-            spent = self._align(loader, step)
-        run.seconds["load"] += time.perf_counter() - loaded
-        event = None
-        if any(landed.memory.is_cuda for _, landed in step):
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        return [(lane, landed, event) for lane, landed in spent]
-
-    def _call(self, loader: EngineLoader, batches: list[list[tuple[str, torch.Tensor]]]) -> None:
-        if batches and batches[0]:
-            self._run.touched = True
-            result: LoadResult = loader.load(batches)
-            self._run.applied.update(result.applied)
-            self._run.applied.update(result.skipped)
-            self._run.skipped.extend(result.skipped)
-
-    def _align(self, loader: EngineLoader, step: _Step) -> list[tuple[InboundLane, Landed]]:
-        aligner = self._aligner
-        if aligner is None:
-            return []
-        for lane, landed in step:
-
-            def names(spec: Any) -> tuple[str, ...]:
-                return tuple(n for s in rename(Manifest([spec]), self._ranks._config.names)[0] for n in s.names)
-
-            batch = self._paged[lane.rank].batch(
-                lane.pages[landed.index], landed.memory[: max(landed.nbytes, 0)], names
-            )
-            aligner.feed(lane.rank, batch, (lane, landed))
-        spent: list[tuple[InboundLane, Landed]] = []
-        while (pulled := aligner.pull()) is not None:
-            batches, tokens = pulled
-            self._call(loader, [list(b) for b in batches])
-            spent.extend(tokens)
-        return spent
-
-    def spent(self, result: Any) -> list[tuple[InboundLane, Landed, Any]]:
-        return list(result)
-
-    def close(self) -> None:
-        if self._aligner is not None:
-            for lane in self._ranks.lanes:
-                self._aligner.end(lane.rank)
-            self._aligner.pull()

@@ -14,7 +14,7 @@ import attrs
 import torch
 
 from weightbus.backend import Capabilities, Channel, Region, State, Work
-from weightbus.bucket import Packed, Packer, plain_bytes
+from weightbus.bucket import GatherTables, Packed, Packer, plain_bytes
 from weightbus.buffers import SlotPool
 from weightbus.deadline import Deadline
 from weightbus.errors import PeerLost, SourceError, TransferTimeout, WeightBusError
@@ -240,6 +240,7 @@ class SendRun:
         verify: bool,
         deadline: Deadline,
         on_page: Callable[[PageOut], None],
+        tables: GatherTables,
     ) -> None:
         self.refit, self.plan, self.outbounds = refit, plan, list(outbounds)
         self.deadline = deadline
@@ -253,6 +254,7 @@ class SendRun:
         self._reactor, self._pool = reactor, pool
         self._verify, self._on_page = verify, on_page
         self._capacity = bucket_bytes // 16 * 16
+        self._tables, self._at_once = tables, True
         self._slots = [_Slot() for _ in range(pool.count)]
         self._waiting: deque[tuple[Post, Packed, PageOut | None]] = deque()
         self._enqueued = 0
@@ -297,15 +299,14 @@ class SendRun:
             yield tensor
 
     def _stream_plan(self, plan: Plan, source: Source) -> None:
-        pieces: list[list[tuple[int, Segment]]] = [[] for _ in plan.manifest]
-        for bucket in plan.buckets:
-            for segment in bucket.segments:
-                pieces[segment.tensor].append((bucket.index, segment))
+        placed = plan.placed
+        self._at_once = not source.reorderable
         packer: Packer | None = None
         current = -1
         for i, tensor in enumerate(self._timed(source.iterate(plan.manifest))):
-            flat = plain_bytes(tensor) if len(pieces[i]) > 1 else None
-            for index, segment in pieces[i]:
+            segments = placed[i]
+            flat = plain_bytes(tensor) if len(segments) > 1 and not tensor.is_contiguous() else None
+            for index, segment in segments:
                 while current < index:
                     self._hand_over(current, packer, plan.digest, len(plan.buckets))
                     current += 1
@@ -363,7 +364,8 @@ class SendRun:
         if not free or self.ended or not any(o.lanes for o in self.outbounds):
             return None
         self._slots[slot] = _Slot(bucket)
-        return Packer(self._pool.regions[slot].tensor, self._verify)
+        target = self._pool.regions[slot].tensor
+        return Packer(target, self._verify, self._tables, (bucket, target.data_ptr()), self._at_once)
 
     def _in_pace(self, bucket: int) -> bool:
         return any(o.lanes for o in self.outbounds) or bucket < self.pace + 2 * self._pool.count

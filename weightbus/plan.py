@@ -124,6 +124,15 @@ class Plan:
         return tuple(tuple(units) for units in per_bucket)
 
     @cached_property
+    def placed(self) -> tuple[tuple[tuple[int, Segment], ...], ...]:
+        """Per tensor, its segments with their bucket's index, in order."""
+        found: list[list[tuple[int, Segment]]] = [[] for _ in self.manifest]
+        for bucket in self.buckets:
+            for segment in bucket.segments:
+                found[segment.tensor].append((bucket.index, segment))
+        return tuple(map(tuple, found))
+
+    @cached_property
     def assembled(self) -> frozenset[int]:
         """Indices of tensors that are not delivered as views."""
         return frozenset(i for units in self.deliveries for u in units if not u.direct for i in u.tensors)

@@ -19,8 +19,10 @@ from weightbus.control import security
 from weightbus.control.wire import Hub, Link
 from weightbus.deadline import Deadline
 from weightbus.errors import EngineError, PeerLost, RefitAborted, RemoteProtocolError, TransferTimeout, WeightBusError
-from weightbus.inbound import InboundConfig, RankRun, RankSet
+from weightbus.feed import RankRun
+from weightbus.inbound import RankSet
 from weightbus.jobs import End, Jobs
+from weightbus.lane import InboundConfig
 from weightbus.reactor import Reactor, log
 from weightbus.refit import Driver, DriverRun, Held
 from weightbus.report import Event, EventHandler, RefitReport

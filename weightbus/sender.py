@@ -11,6 +11,7 @@ import attrs
 import torch
 
 from weightbus.backend import Backend, Endpoint, EndpointSpec, GroupSpec
+from weightbus.bucket import GatherTables
 from weightbus.buffers import SlotPool
 from weightbus.control import messages as m
 from weightbus.deadline import Deadline
@@ -101,6 +102,7 @@ class SenderSide:
         self._send: _Send | None = None
         self._connecting = False
         self._plan: tuple[int, Plan | None] = (0, None)
+        self._tables: GatherTables = {}
         self._plan_wire: m.PlanWire | None = None
         self._remembered: Manifest | None = None
         self._told: int | None = None
@@ -371,6 +373,7 @@ class SenderSide:
             self._config.verify,
             Deadline.after(message.timeout_s + MARGIN_S),
             self._page_out(message.refit, outbounds),
+            self._tables,
         )
         self._emit("started", call.run, 0)
         self._tell(m.Connected(refit=message.refit, failed={k: m.WireError.of(e) for k, e in failed.items()}))
@@ -382,6 +385,7 @@ class SenderSide:
             if message.manifest is None or message.plan is None:
                 raise LocalProtocolError("a plan that this sender does not know", phase="offer")
             self._plan = (message.plan_digest, message.plan.to_plan(message.manifest))
+            self._tables.clear()
         return self._plan[1]
 
     def _is_quiet(self, refit: str) -> Callable[[str], bool]:

@@ -17,6 +17,7 @@ from weightbus.adapter import Adapter, Batch, EngineDriver, EngineLoader, Fault,
 from weightbus.deadline import Deadline
 from weightbus.errors import ConfigError, EngineError
 from weightbus.manifest import DTYPES, Manifest, TensorSpec, dtype_name
+from weightbus.registry import load_adapter
 from weightbus.testing.conformance import StandardSuite, pattern
 from weightbus.testing.sides import POISON, read_memory, write_memory
 
@@ -415,8 +416,9 @@ class AdapterConformance(StandardSuite):
             driver.close()
 
     def test_unknown_options_are_refused_all_at_once(self, adapter: Adapter) -> None:
+        cls = type(adapter)
         with pytest.raises(ConfigError) as raised:
-            type(adapter)(**{"no_such_option": 1, "nor_this_one": 2})
+            load_adapter(f"{cls.__module__}:{cls.__qualname__}", {"no_such_option": 1, "nor_this_one": 2})
         assert "no_such_option" in str(raised.value)
         assert "nor_this_one" in str(raised.value)
 

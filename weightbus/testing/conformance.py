@@ -13,6 +13,7 @@ A promise that belongs to a capability the backend does not declare is skipped, 
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +42,7 @@ from weightbus.errors import (
     TransportError,
     WeightBusError,
 )
+from weightbus.registry import load_backend
 from weightbus.testing.peers import target_of
 from weightbus.testing.sides import POISON, Host, Landed, Side, make_backend
 
@@ -334,8 +336,9 @@ class BackendConformance(StandardSuite):
         assert made.fingerprint() == made.fingerprint()
 
     def test_unknown_options_are_refused_all_at_once(self, made: Backend) -> None:
+        cls = type(made)
         with pytest.raises(ConfigError) as raised:
-            type(made)(**{"no_such_option": 1, "nor_this_one": 2})
+            load_backend(f"{cls.__module__}:{cls.__qualname__}", {"no_such_option": 1, "nor_this_one": 2})
         assert "no_such_option" in str(raised.value)
         assert "nor_this_one" in str(raised.value)
 
@@ -756,9 +759,11 @@ class BackendConformance(StandardSuite):
             pair = world.join(sender, [receiver], capabilities=made.capabilities)
             pair.send(0, b"x")
             pair.send(1, pattern(1, CAPACITY))
+            names = set().union(*(world.host(name).shared_names() for name in hosts))
             for name in hosts:
                 world.host(name).forget()
             counts.append([settled(world.host(name)) for name in hosts])
+            assert not names & set(os.listdir("/dev/shm")), "names of shared memory are left"
         assert counts[3] == counts[1], "after the second life nothing grows"
 
     # Capabilities
@@ -869,7 +874,7 @@ def refused_in_time(sender: Side, address: bytes) -> None:
         until(lambda: sender.connected(attempt), sender, what="connect keeps its timeout", timeout_s=2.0 + SLACK_S)
 
 
-def settled(host: Host) -> dict[str, Any]:
+def settled(host: Host) -> dict[str, int]:
     """Resources of a host once they have stood still for a moment: threads may take a little to end."""
     counts = host.resources()
     for _ in range(20):

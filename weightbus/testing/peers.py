@@ -21,7 +21,7 @@ from typing import Any
 from weightbus.deadline import Deadline
 from weightbus.errors import WeightBusError
 
-_EXIT_S = 10.0
+_EXIT_S = 30.0
 
 
 class PeerFailed(WeightBusError):

@@ -50,29 +50,24 @@ def write_memory(tensor: torch.Tensor, data: bytes) -> None:
         ctypes.memmove(tensor.data_ptr(), data, len(data))
 
 
-def resources() -> dict[str, Any]:
-    """What could be left behind: this process's descriptors, threads, shared maps; names of shared memory without user.
-
-    Names that any process of this machine has mapped are left out: they may belong to somebody else's work.
-    """
+def resources() -> dict[str, int]:
+    """How much this process holds that could leak: descriptors, threads, shared maps."""
     with open("/proc/self/maps") as maps:
         shared = sum(" rw-s " in line for line in maps)
     fds = sum(_is_open(int(fd)) for fd in os.listdir("/proc/self/fd"))
-    threads = len(os.listdir("/proc/self/task"))
-    names = sorted(set(os.listdir("/dev/shm")) - _names_in_use())
-    return {"fds": fds, "threads": threads, "shared_maps": shared, "shm": names}
+    return {"fds": fds, "threads": len(os.listdir("/proc/self/task")), "shared_maps": shared}
 
 
-def _names_in_use() -> set[str]:
-    """Names in /dev/shm that some process has mapped, as far as this user may look."""
-    used: set[str] = set()
-    for pid in filter(str.isdigit, os.listdir("/proc")):
+def shared_names() -> set[str]:
+    """Names in /dev/shm that this process has mapped or open now."""
+    with open("/proc/self/maps") as maps:
+        paths = [line[line.index("/") :].strip() for line in maps if "/dev/shm/" in line]
+    for fd in os.listdir("/proc/self/fd"):
         try:
-            with open(f"/proc/{pid}/maps") as maps:
-                used.update(line.rpartition("/dev/shm/")[2].strip() for line in maps if "/dev/shm/" in line)
-        except OSError:
+            paths.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:  # the descriptor of the listing itself
             continue
-    return used
+    return {path.removeprefix("/dev/shm/") for path in paths if path.startswith("/dev/shm/")}
 
 
 def _is_open(fd: int) -> bool:
@@ -341,6 +336,8 @@ def _carry_out(sides: dict[int, Side], command: str, key: int, args: Sequence[An
         return None
     if command == "resources":
         return resources()
+    if command == "shared_names":
+        return shared_names()
     if command == "side":
         sides[key] = Side(*args)
         return None
@@ -363,8 +360,13 @@ class Host:
         self.call("side", self._count, backend, dict(options), dict(spec))
         return cast(Side, _FarSide(self, self._count))
 
-    def resources(self) -> dict[str, Any]:
-        return cast(dict[str, Any], self.call("resources", 0))
+    def resources(self) -> dict[str, int]:
+        """What `resources` says over there."""
+        return cast(dict[str, int], self.call("resources", 0))
+
+    def shared_names(self) -> set[str]:
+        """What `shared_names` says over there."""
+        return cast(set[str], self.call("shared_names", 0))
 
     def forget(self) -> None:
         """Close every side over there and drop all references to it."""

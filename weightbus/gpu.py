@@ -1,0 +1,368 @@
+"""CUDA kernels: copy many pieces in one launch, and the bucket's digest at memory speed, alone or fused with the copy.
+
+Compiled by CuPy (extra ``cuda``) at set-up. The digest is that of `weightbus.digest`: XXH3-64 of each 64 KiB leaf on the
+device, the root over the leaf digests on the host. Algorithm: XXH3 for long inputs, seed 0 (xxHash specification 0.8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import attrs
+import torch
+
+from weightbus.digest import LEAF_BYTES, num_leaves, root
+from weightbus.errors import BackendUnavailable
+
+_SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221b8084674f743248e"
+    "e03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8a8fa763fe39c343ff9dcbbc7c70b4f1d"
+    "8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc"
+    "8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+_COPY_CHUNK_BYTES = 32768
+_THREADS = 256
+
+
+def _words(start: int, count: int) -> str:
+    values = (int.from_bytes(_SECRET[start + 8 * i : start + 8 * i + 8], "little") for i in range(count))
+    return ", ".join(f"{value:#x}ull" for value in values)
+
+
+_SOURCE = (
+    r"""
+typedef unsigned long long u64;
+typedef unsigned int u32;
+typedef unsigned char u8;
+"""
+    + f"__constant__ u64 KEY[24] = {{{_words(0, 24)}}};\n"
+    + f"__constant__ u64 LAST[8] = {{{_words(121, 8)}}};\n"
+    + f"__constant__ u64 MERGE[8] = {{{_words(11, 8)}}};\n"
+    + r"""
+__constant__ u64 INIT[8] = {3266489917ull, 11400714785074694791ull, 14029467366897019727ull, 1609587929392839161ull,
+                            9650029242287828579ull, 2246822519ull, 2870177450012600261ull, 2654435761ull};
+enum { DIGEST = 0, GATHER = 1, SCATTER = 2 };
+
+struct Pieces {            // of one bucket, by rising offset; each offset a multiple of 16
+  const u64 *off, *len, *ptr;
+  u32 count;
+};
+
+__device__ u32 find(const Pieces &p, u64 at) {   // the last piece that starts at or before `at`
+  u32 low = 0, high = p.count;
+  while (high - low > 1) { u32 mid = (low + high) / 2; if (p.off[mid] <= at) low = mid; else high = mid; }
+  return low;
+}
+
+__device__ u64 load_word(const u8 *from, u64 count) {  // up to 8 bytes, the rest zero
+  if (count >= 8 && ((u64)from & 7) == 0) return *(const u64 *)from;
+  u64 word = 0;
+  for (u64 i = 0; i < 8 && i < count; i++) word |= (u64)from[i] << (8 * i);
+  return word;
+}
+
+__device__ void store_word(u8 *to, u64 word, u64 count) {
+  if (count >= 8 && ((u64)to & 7) == 0) { *(u64 *)to = word; return; }
+  for (u64 i = 0; i < 8 && i < count; i++) to[i] = (u8)(word >> (8 * i));
+}
+
+// Word `at` of the bucket where a block is not one whole aligned piece.
+template <int MODE> __device__ u64 odd_word(u8 *bucket, u64 at, u64 used, const Pieces &p) {
+  if (at >= used) return 0;
+  if (MODE == DIGEST) return load_word(bucket + at, used - at);
+  u32 s = find(p, at);
+  u64 from = p.off[s], end = from + p.len[s];
+  u64 count = at >= from && end > at ? end - at : 0;
+  u8 *other = (u8 *)(p.ptr[s] + (at - from));
+  if (MODE == GATHER) {
+    u64 word = count ? load_word(other, count) : 0;
+    store_word(bucket + at, word, used - at);
+    return word;
+  }
+  u64 word = load_word(bucket + at, used - at);
+  if (count) store_word(other, word, count);
+  return word;
+}
+
+// One warp a leaf; thread t has lane t & 7 of stripes (t >> 3) + 4 s of each 1 KiB block. Within a block the additions
+// commute, so partial sums are reduced over the four stripe groups once a block, then scrambled.
+template <int MODE> __device__ void leaves(u8 *bucket, u64 used, Pieces p, u64 *out) {
+  const u64 leaf = (u64)(blockIdx.x * blockDim.x + threadIdx.x) / 32;
+  if (leaf >= (used + 65535) / 65536) return;
+  const u32 t = threadIdx.x & 31, lane = t & 7, group = t >> 3;
+  const u64 base = leaf * 65536;
+  u64 acc = INIT[lane], key[4];
+  for (int s = 0; s < 4; s++) key[s] = KEY[4 * s + group + lane];
+  const u64 scramble = KEY[16 + lane], last = LAST[lane];
+  u32 piece = MODE == DIGEST ? 0 : find(p, base);
+  for (int block = 0; block < 64; block++) {
+    const u64 start = base + block * 1024, mine = group * 64 + lane * 8;
+    u64 word[4];
+    bool whole = start + 1024 <= used;
+    const u8 *from = bucket + start;
+    u8 *to = bucket + start;
+    if (MODE != DIGEST && whole) {
+      while (piece + 1 < p.count && p.off[piece + 1] <= start) piece++;
+      u64 at = p.off[piece];
+      whole = at <= start && at + p.len[piece] >= start + 1024 && (p.ptr[piece] & 7) == 0;
+      u8 *other = (u8 *)(p.ptr[piece] + (start - at));
+      if (MODE == GATHER) from = other; else to = other;
+    }
+    if (whole) {
+      for (int s = 0; s < 4; s++) word[s] = *(const u64 *)(from + s * 256 + mine);
+      if (MODE != DIGEST) for (int s = 0; s < 4; s++) *(u64 *)(to + s * 256 + mine) = word[s];
+    } else {
+      for (int s = 0; s < 4; s++) word[s] = odd_word<MODE>(bucket, start + s * 256 + mine, used, p);
+    }
+    u64 sum = 0, cross = 0;
+    for (int s = 0; s < 4; s++) {
+      u64 keyed = word[s] ^ (block == 63 && s == 3 && group == 3 ? last : key[s]);
+      sum += (keyed & 0xffffffffull) * (keyed >> 32);
+      cross += word[s];
+    }
+    sum += __shfl_xor_sync(~0u, cross, 1);
+    sum += __shfl_xor_sync(~0u, sum, 8);
+    sum += __shfl_xor_sync(~0u, sum, 16);
+    acc += sum;
+    if (block < 63) { acc ^= acc >> 47; acc ^= scramble; acc *= 2654435761ull; }
+  }
+  u64 a = acc ^ MERGE[lane], b = __shfl_xor_sync(~0u, a, 1);
+  u64 fold = (a * b) ^ __umul64hi(a, b);
+  fold += __shfl_xor_sync(~0u, fold, 2);
+  fold += __shfl_xor_sync(~0u, fold, 4);
+  if (t == 0) {
+    u64 h = 65536ull * 11400714785074694791ull + fold;
+    h ^= h >> 37; h *= 0x165667919e3779f9ull; h ^= h >> 32;
+    out[leaf] = h;
+  }
+}
+
+extern "C" __global__ void leaf_digests(u8 *bucket, u64 used, u64 *out) {
+  Pieces none = {0, 0, 0, 0};
+  leaves<DIGEST>(bucket, used, none, out);
+}
+extern "C" __global__ void gather_digests(u8 *bucket, u64 used, const u64 *table, u32 count, u64 *out) {
+  Pieces p = {table, table + count, table + 2 * count, count};
+  leaves<GATHER>(bucket, used, p, out);
+}
+extern "C" __global__ void scatter_digests(u8 *bucket, u64 used, const u64 *table, u32 count, u64 *out) {
+  Pieces p = {table, table + count, table + 2 * count, count};
+  leaves<SCATTER>(bucket, used, p, out);
+}
+
+// table: chunk_prefix[count + 1], src[count], dst[count], len[count]; one block a chunk.
+extern "C" __global__ void copy_pieces(const u64 *table, u32 count, u64 chunk_bytes) {
+  const u64 *prefix = table, *src = table + count + 1, *dst = src + count, *len = dst + count;
+  const u64 chunk = blockIdx.x;
+  u32 low = 0, high = count;
+  while (high - low > 1) { u32 mid = (low + high) / 2; if (prefix[mid] <= chunk) low = mid; else high = mid; }
+  const u64 at = (chunk - prefix[low]) * chunk_bytes;
+  const u64 left = len[low] - at, n = left < chunk_bytes ? left : chunk_bytes;
+  const u8 *from = (const u8 *)(src[low] + at);
+  u8 *to = (u8 *)(dst[low] + at);
+  u64 done = 0;
+  if ((((u64)from | (u64)to) & 15) == 0) {
+    const ulonglong2 *f = (const ulonglong2 *)from;
+    ulonglong2 *d = (ulonglong2 *)to;
+    const u64 words = n / 16, step = blockDim.x;
+    u64 i = threadIdx.x;
+    for (; i + 3 * step < words; i += 4 * step) {
+      ulonglong2 a = f[i], b = f[i + step], c = f[i + 2 * step], e = f[i + 3 * step];
+      d[i] = a; d[i + step] = b; d[i + 2 * step] = c; d[i + 3 * step] = e;
+    }
+    for (; i < words; i += step) d[i] = f[i];
+    done = words * 16;
+  } else if ((((u64)from | (u64)to) & 1) == 0) {
+    for (u64 i = threadIdx.x; i < n / 2; i += blockDim.x) ((unsigned short *)to)[i] = ((const unsigned short *)from)[i];
+    done = n / 2 * 2;
+  }
+  for (u64 i = done + threadIdx.x; i < n; i += blockDim.x) to[i] = from[i];
+}
+"""
+)
+
+
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as exc:
+        raise BackendUnavailable(
+            "CUDA buckets need CuPy", advice="pip install 'weightbus[cuda]' (cupy-cuda13x, or cupy-cuda12x)."
+        ) from exc
+    return cupy
+
+
+@lru_cache(maxsize=8)
+def _kernels(device: int) -> dict[str, Any]:
+    """Compiled kernels of one device; half a second the first time, cached on disk by CuPy."""
+    cupy = _cupy()
+    with cupy.cuda.Device(device):
+        module = cupy.RawModule(code=_SOURCE, options=("--std=c++14",))
+        names = ("leaf_digests", "gather_digests", "scatter_digests", "copy_pieces")
+        return {name: module.get_function(name) for name in names}
+
+
+def warm_up(device: torch.device) -> None:
+    """Compile now, at set-up, so that no refit pays for it."""
+    probe = torch.zeros(LEAF_BYTES, dtype=torch.uint8, device=device)
+    digest(probe, LEAF_BYTES)
+
+
+def _launch(name: str, device: torch.device, blocks: int, args: tuple[Any, ...]) -> None:
+    cupy = _cupy()
+    index = device.index or 0
+    stream = cupy.cuda.ExternalStream(torch.cuda.current_stream(device).cuda_stream)
+    with cupy.cuda.Device(index), stream:
+        _kernels(index)[name]((blocks,), (_THREADS,), args)
+
+
+def _upload(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """A table of u64 on the device, ordered on the current stream."""
+    host = torch.tensor(values, dtype=torch.uint64).view(torch.int64).pin_memory()
+    return host.to(device, non_blocking=True)
+
+
+@attrs.frozen(eq=False)
+class PendingDigest:
+    """A digest that the device still computes.
+
+    Attributes:
+        ready: True once `value` may be asked.
+    """
+
+    _leaves: torch.Tensor
+    _event: torch.cuda.Event
+    _nbytes: int
+
+    def ready(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def value(self) -> int:
+        """The bucket's digest; waits for the device if it is not ready."""
+        self._event.synchronize()  # type: ignore[no-untyped-call]
+        return root(self._leaves.numpy().tobytes(), self._nbytes)
+
+
+def _pending(leaves: torch.Tensor, nbytes: int) -> PendingDigest:
+    host = torch.empty(leaves.shape, dtype=torch.int64, pin_memory=True)
+    host.copy_(leaves, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return PendingDigest(host, event, nbytes)
+
+
+def digest_async(t: torch.Tensor, nbytes: int) -> PendingDigest:
+    """Start the digest of ``t[:nbytes]`` (contiguous uint8, 16-byte aligned) on the current stream."""
+    leaves = torch.empty(num_leaves(nbytes), dtype=torch.int64, device=t.device)
+    if nbytes:
+        _launch("leaf_digests", t.device, _leaf_blocks(nbytes), (t.data_ptr(), _u64(nbytes), leaves.data_ptr()))
+    return _pending(leaves, nbytes)
+
+
+def digest(t: torch.Tensor, nbytes: int) -> int:
+    """The digest of ``t[:nbytes]``, waited for on the host."""
+    return digest_async(t, nbytes).value()
+
+
+def _u64(value: int) -> Any:
+    return _cupy().uint64(value)
+
+
+def _u32(value: int) -> Any:
+    return _cupy().uint32(value)
+
+
+def _leaf_blocks(nbytes: int) -> int:
+    return -(-num_leaves(nbytes) * 32 // _THREADS)
+
+
+@attrs.frozen(eq=False)
+class Pieces:
+    """The segments of one bucket and where each lies outside it; upload once, use for every refit of a plan.
+
+    Attributes:
+        bucket: ``[capacity]`` uint8 on the device.
+        used_bytes: end of the last piece.
+    """
+
+    bucket: torch.Tensor
+    used_bytes: int
+    _fused: torch.Tensor
+    _gather: tuple[torch.Tensor, int]
+    _scatter: tuple[torch.Tensor, int]
+    _count: int
+
+    @classmethod
+    def of(cls, bucket: torch.Tensor, pieces: Sequence[tuple[int, int, int]]) -> Pieces:
+        """From (offset in the bucket, address outside, length), by rising offset; empty pieces are left out."""
+        kept = [piece for piece in pieces if piece[2]]
+        offsets, outside, lengths = ([p[i] for p in kept] for i in range(3))
+        inside = [bucket.data_ptr() + offset for offset in offsets]
+        used = offsets[-1] + lengths[-1] if kept else 0
+        fused = _upload([*offsets, *lengths, *outside], bucket.device)
+        gather = _chunks(inside, outside, lengths, bucket.device)
+        scatter = _chunks(outside, inside, lengths, bucket.device)
+        return cls(bucket, used, fused, gather, scatter, len(kept))
+
+    def gather(self, *, digest: bool) -> PendingDigest | None:
+        """Fill the bucket from outside, on the current stream; gaps become zero where a digest is made."""
+        return self._move("gather_digests", self._gather, digest)
+
+    def scatter(self, *, digest: bool) -> PendingDigest | None:
+        """Write the bucket's pieces to their places outside, on the current stream."""
+        return self._move("scatter_digests", self._scatter, digest)
+
+    def _move(self, fused: str, plain: tuple[torch.Tensor, int], digest: bool) -> PendingDigest | None:
+        if not digest:
+            _copy(plain, self._count, self.bucket.device)
+            return None
+        leaves = torch.empty(num_leaves(self.used_bytes), dtype=torch.int64, device=self.bucket.device)
+        args = (self.bucket.data_ptr(), _u64(self.used_bytes), self._fused.data_ptr(), _u32(self._count))
+        if self.used_bytes:
+            blocks = _leaf_blocks(self.used_bytes)
+            _launch(fused, self.bucket.device, blocks, (*args, leaves.data_ptr()))
+        return _pending(leaves, self.used_bytes)
+
+
+def _chunks(
+    dst: Sequence[int], src: Sequence[int], lengths: Sequence[int], device: torch.device
+) -> tuple[torch.Tensor, int]:
+    prefix = [0]
+    for length in lengths:
+        prefix.append(prefix[-1] + -(-length // _COPY_CHUNK_BYTES))
+    return _upload([*prefix, *src, *dst, *lengths], device), prefix[-1]
+
+
+def _copy(chunks: tuple[torch.Tensor, int], count: int, device: torch.device) -> None:
+    table, blocks = chunks
+    if blocks:
+        _launch("copy_pieces", device, blocks, (table.data_ptr(), _u32(count), _u64(_COPY_CHUNK_BYTES)))
+
+
+def copy_many(
+    dst_ptrs: Sequence[int], src_ptrs: Sequence[int], nbytes: Sequence[int], stream: torch.cuda.Stream
+) -> None:
+    """Copy piece i of `nbytes[i]` bytes from `src_ptrs[i]` to `dst_ptrs[i]`, all in one launch on `stream`.
+
+    Addresses are of the stream's device or mapped there. The table is built anew at each call: see `CopyPlan`.
+    """
+    CopyPlan(dst_ptrs, src_ptrs, nbytes, stream.device)(stream)
+
+
+class CopyPlan:
+    """A copy of many pieces whose addresses stay: the table is uploaded once."""
+
+    def __init__(
+        self, dst_ptrs: Sequence[int], src_ptrs: Sequence[int], nbytes: Sequence[int], device: torch.device
+    ) -> None:
+        kept = [piece for piece in zip(dst_ptrs, src_ptrs, nbytes, strict=True) if piece[2]]
+        self._device, self._count = device, len(kept)
+        with torch.cuda.device(device):
+            self._chunks = _chunks([p[0] for p in kept], [p[1] for p in kept], [p[2] for p in kept], device)
+
+    def __call__(self, stream: torch.cuda.Stream) -> None:
+        """Launch on `stream`."""
+        with torch.cuda.stream(stream):
+            _copy(self._chunks, self._count, self._device)

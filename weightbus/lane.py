@@ -1,0 +1,225 @@
+"""One rank's incoming lane: its endpoint, its slots, what has landed and was not taken; and the stage."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+
+import attrs
+import torch
+
+from weightbus import digest as digests
+from weightbus.backend import LANE_KEY_BYTES, Arrival, Backend, Channel, Endpoint, EndpointSpec
+from weightbus.bucket import Unpacker
+from weightbus.buffers import SlotPool
+from weightbus.control import messages as m
+from weightbus.errors import DigestMismatch, RemoteProtocolError
+from weightbus.header import Header
+from weightbus.names import NameRule
+from weightbus.plan import Plan, single_page
+
+
+@attrs.frozen(kw_only=True)
+class InboundConfig:
+    """What the user said of this receiver."""
+
+    stage: str | None = None
+    paged_in_place: bool = False
+    max_host_bytes: int | None = None
+    max_device_bytes: int | None = None
+    poison: bool = False
+    names: tuple[NameRule, ...] = ()
+    host: str | None = None
+
+
+@attrs.define(eq=False)
+class Landed:
+    """One bucket that is here: in a slot, or in the stage."""
+
+    index: int
+    memory: torch.Tensor
+    nbytes: int
+    header: Header
+    arrival: Arrival | None
+
+
+class InboundLane:
+    """One rank's lane: its endpoint, its slots, what has landed and not been taken."""
+
+    def __init__(self, rank: int, name: str, backend: Backend, device: torch.device, config: InboundConfig) -> None:
+        self.rank, self.name = rank, name
+        self.id = ""
+        self.clean = True  # no refit is open on it
+        self.drained = False  # the writer said that its operations have ended
+        self.key = b""
+        self.endpoint: Endpoint | None = None
+        self.channel: Channel | None = None
+        self.pool: SlotPool | None = None
+        self.ready: deque[Landed] = deque()
+        self.pages: dict[int, m.Page] = {}
+        self.page_end: m.PageEnd | None = None
+        self.next_bucket = 0
+        self.taken = 0
+        self.plan: Plan | None = None
+        self.unpacker: Unpacker | None = None
+        self.refit = b""
+        self.aheads: list[m.HeaderAhead] = []
+        self._backend, self._device, self._config = backend, device, config
+
+    @property
+    def shares(self) -> bool:
+        return self._backend.capabilities.shares_memory
+
+    def prepare(self, lane: str, refit: str, slot_bytes: int, slots: int) -> None:
+        """Be clean and have room for this refit; a lane that may still be written to is replaced."""
+        multicast = self._backend.capabilities.multicast
+        safe = (self.clean or self.drained) and self.channel is not None and self.channel.error is None
+        if self.endpoint is not None and not (safe and self._fits(slot_bytes, slots)):
+            self.retire()
+        if self.endpoint is None:
+            spec = EndpointSpec(name=self.name, role="receive", device=self._device, host=self._config.host)
+            self.endpoint = self._backend.endpoint(spec)
+            self.key = os.urandom(LANE_KEY_BYTES)
+            limit = self._config.max_host_bytes if self._device.type == "cpu" else self._config.max_device_bytes
+            self.pool = SlotPool(self.endpoint, slots, self._config.poison, limit)
+            if not self.shares:
+                self.pool.ensure(slot_bytes)
+            if not multicast:
+                self.channel = self.endpoint.listen(self.key, self.pool.regions)
+        self.id, self.refit, self.clean, self.drained = lane, bytes.fromhex(refit), False, False
+        self.ready.clear()
+        self.pages.clear()
+        self.aheads.clear()
+        self.page_end, self.next_bucket, self.taken = None, 0, 0
+
+    def _fits(self, slot_bytes: int, slots: int) -> bool:
+        if self.shares or self.pool is None:
+            return True
+        return self.pool.count == slots and self.pool.regions[0].nbytes >= slot_bytes
+
+    def retire(self) -> None:
+        """Destroy this incarnation, the one fence against late writes. Closing may block: on a thread of its own."""
+        endpoint, self.endpoint, self.channel, self.pool = self.endpoint, None, None, None
+        self.ready.clear()
+        if self.unpacker is not None:
+            self.unpacker = None
+        if endpoint is not None:
+            threading.Thread(target=endpoint.close, name="weightbus-retire", daemon=True).start()
+
+    def poll(self) -> bool:
+        """Take what has landed; on the bus thread. Raises what is wrong with the lane."""
+        if self.endpoint is None or self.channel is None:
+            return False
+        moved = self.endpoint.progress()
+        while self.aheads:
+            ahead = self.aheads.pop(0)
+            self.channel.post_recv(ahead.slot, ahead.nbytes, ahead.header)
+            moved = True
+        for arrival in self.channel.arrivals():
+            moved = True
+            header = Header.unpack(arrival.header)
+            if header.lane_key != self.key or header.refit_id != self.refit or self.clean:
+                self.channel.release(arrival)  # of a refit that is over
+                continue
+            self._accept(header, arrival)
+        if self.channel.error is not None and not self.clean:
+            raise self.channel.error
+        return moved
+
+    def _accept(self, header: Header, arrival: Arrival) -> None:
+        if header.bucket != self.next_bucket:
+            raise RemoteProtocolError(
+                f"bucket {header.bucket} came in place of {self.next_bucket}",
+                lane=self.id,
+                bucket=header.bucket,
+                phase="stream",
+                advice="Bytes were lost, doubled or reordered on the way; the refit can be sent again.",
+            )
+        if header.used_bytes != arrival.nbytes or arrival.nbytes > arrival.region.nbytes:
+            raise RemoteProtocolError(
+                f"{arrival.nbytes} bytes landed, the header says {header.used_bytes}",
+                lane=self.id,
+                bucket=header.bucket,
+                phase="stream",
+                advice="The transfer was cut short; send again.",
+            )
+        self.next_bucket += 1
+        self.ready.append(Landed(header.bucket, arrival.region.tensor, arrival.nbytes, header, arrival))
+
+    def expect(self, landed: Landed) -> None:
+        """Layout must be the one agreed; raises before a byte is used."""
+        if self.plan is not None:
+            bucket = self.plan.buckets[landed.index] if landed.index < len(self.plan.buckets) else None
+            wrong = landed.header.plan_digest != self.plan.digest or bucket is None
+            if wrong or (bucket is not None and bucket.used_bytes != landed.nbytes):
+                raise RemoteProtocolError("a bucket packed by another plan", lane=self.id, bucket=landed.index)
+        else:
+            page = self.pages[landed.index]
+            want = single_page(page.specs, page.first_tensor, m.unflat_segments(page.segments))
+            if landed.header.plan_digest != want:
+                raise RemoteProtocolError("a bucket packed by another page", lane=self.id, bucket=landed.index)
+
+    def release(self, landed: Landed) -> None:
+        if landed.arrival is not None and self.channel is not None:
+            if self.pool is not None and not self.shares:
+                self.pool.poison(landed.arrival.slot) if landed.arrival.slot < len(self.pool.regions) else None
+            self.channel.release(landed.arrival)
+            landed.arrival = None
+
+    def forget(self) -> None:
+        """Let go of everything that has landed and is not being read."""
+        while self.ready:
+            self.release(self.ready.popleft())
+
+    @property
+    def total(self) -> int | None:
+        """How many buckets there are; None while that is not known."""
+        if self.plan is not None:
+            return len(self.plan.buckets)
+        return None if self.page_end is None else self.page_end.buckets
+
+    def readable(self) -> bool:
+        """The next bucket is here, and its page."""
+        return bool(self.ready) and (self.plan is not None or self.ready[0].index in self.pages)
+
+
+def verify(landed: Landed, memory: torch.Tensor, lane: str) -> None:
+    """Raises DigestMismatch when the bytes are not those that were packed."""
+    if landed.header.verified:
+        compare(landed, digests.digest(memory, landed.nbytes), lane)
+
+
+def compare(landed: Landed, have: int, lane: str) -> None:
+    """Raises DigestMismatch when `have` is not the digest that was sent."""
+    if landed.header.verified:
+        if have != landed.header.digest:
+            raise DigestMismatch(
+                f"digest {have:016x}, packed as {landed.header.digest:016x}",
+                lane=lane,
+                bucket=landed.index,
+                phase="stream",
+                advice="Memory or transport corrupts data; a full send heals the engine.",
+            )
+
+
+class Stage:
+    """The receiver's copy of one refit, kept over refits and reused."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: list[torch.Tensor] = []
+
+    def put(self, k: int, landed: Landed) -> Landed:
+        """Copy bucket k of a lane; returns it as landed in the stage."""
+        while len(self._memory) <= k:
+            self._memory.append(torch.empty(0, dtype=torch.uint8, device=self._device))
+        if self._memory[k].numel() < landed.nbytes:
+            self._memory[k] = torch.empty(max(landed.nbytes, 16), dtype=torch.uint8, device=self._device)
+        self._memory[k][: landed.nbytes].copy_(landed.memory[: landed.nbytes])
+        if landed.memory.is_cuda:  # the slot is released next
+            torch.cuda.current_stream(landed.memory.device).synchronize()
+        return Landed(landed.index, self._memory[k], landed.nbytes, landed.header, None)
+
+    def drop(self) -> None:
+        self._memory.clear()
