@@ -154,6 +154,49 @@ def view_of(spec: TensorSpec, memory: torch.Tensor, offset: int) -> torch.Tensor
     return memory[offset : offset + spec.nbytes].view(spec.torch_dtype).view(spec.shape)
 
 
+def direct_pieces(plan: Plan, tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
+    """(offset, address, length) of each tensor of a direct refit's one virtual bucket."""
+    return [(s.offset, tensors[s.tensor].data_ptr(), s.nbytes) for s in plan.buckets[0].segments]
+
+
+class DirectDigest:
+    """The digest of tensors where they lie, as if packed into the plan's one bucket. Its tables are kept."""
+
+    def __init__(self) -> None:
+        self._known: tuple[list[tuple[int, int, int]], Any] = ([], None)
+
+    def __call__(self, plan: Plan, tensors: Sequence[torch.Tensor]) -> int:
+        """Waits for the device, on the caller's current stream."""
+        pieces = direct_pieces(plan, tensors)
+        if tensors and tensors[0].is_cuda:
+            from weightbus import gpu  # CuPy, only where there is CUDA memory
+
+            if self._known[0] != pieces:
+                self._known = (pieces, gpu.PieceDigest(pieces, tensors[0].device))
+            return int(self._known[1].start().value())
+        return _host_pieces_digest(pieces)
+
+
+def _host_pieces_digest(pieces: Sequence[tuple[int, int, int]]) -> int:
+    buffer = torch.zeros(CACHED_BYTES, dtype=torch.uint8)
+    view, base = digests.tensor_bytes_view(buffer), buffer.data_ptr()
+    used = pieces[-1][0] + pieces[-1][2] if pieces else 0
+    leaves, at = [], 0
+    for start in range(0, used, CACHED_BYTES):
+        end = min(start + CACHED_BYTES, used)
+        buffer.zero_()
+        while at < len(pieces) and pieces[at][0] < end:
+            offset, address, length = pieces[at]
+            low, high = max(offset, start), min(offset + length, end)
+            if high > low:
+                ctypes.memmove(base + low - start, address + low - offset, high - low)
+            if offset + length > end:
+                break
+            at += 1
+        leaves.append(digests.leaf_digests(view, 0, digests.num_leaves(end - start), end - start))
+    return digests.root(b"".join(leaves), used)
+
+
 class Unpacker:
     """Turns landed buckets of one lane into named tensors.
 

@@ -131,6 +131,7 @@ class WeightBus:
         cohort: str = "each",
         verify: str | bool = True,
         poison: bool = False,
+        direct: bool = False,
         max_host_bytes: SizeLike | None = None,
         max_device_bytes: SizeLike | None = None,
         token: str | None = None,
@@ -157,6 +158,9 @@ class WeightBus:
             cohort: ``"each"``: healthy engines go on; ``"all"``: all or none, needs staging everywhere.
             verify: False or ``"off"``: no digests.
             poison: fill released slots with 0xA5.
+            direct: receivers read this side's tensors where they lie, into their engine's memory: one pass, no buckets.
+                Needs a backend that can pull, Modules or mappings of contiguous tensors on `device`, adapters with
+                resident memory (torch), no stage. The tensors must not change until `send` has returned.
             max_host_bytes: bound on this side's buckets in host memory.
             max_device_bytes: the same for device memory.
             token: shared secret; default ``WEIGHTBUS_TOKEN``. Without one only loopback binds are accepted.
@@ -190,7 +194,10 @@ class WeightBus:
         token = security.resolve_token(token)
         loaded = _usable(load_backend(backend, backend_options), backend, where)
         check = verify not in (False, "off")
+        if direct and not loaded.capabilities.pull:
+            raise ConfigError(f"backend {backend!r} cannot pull", advice="direct=True needs 'local' or 'nixl'.")
         config = SenderConfig(
+            direct=direct,
             rank=rank,
             senders=senders,
             device=where,

@@ -252,7 +252,16 @@ class Feed:
             self._aligner.pull()
 
 
+def current_event(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
+    """True once what the current stream has enqueued on the tensors' device so far has ended."""
+    cuda = next((t.device for t in tensors if t.is_cuda), None)
+    if cuda is None:
+        return _true
+    with torch.cuda.device(cuda):
+        return _event()
+
+
 def _event() -> Callable[[], bool]:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
-    return event.query  # type: ignore[no-any-return]
+    return event.query

@@ -43,7 +43,7 @@ typedef unsigned char u8;
     + r"""
 __constant__ u64 INIT[8] = {3266489917ull, 11400714785074694791ull, 14029467366897019727ull, 1609587929392839161ull,
                             9650029242287828579ull, 2246822519ull, 2870177450012600261ull, 2654435761ull};
-enum { DIGEST = 0, GATHER = 1, SCATTER = 2 };
+enum { DIGEST = 0, GATHER = 1, SCATTER = 2, VIRTUAL = 3 };  // VIRTUAL: the pieces alone, as if packed
 
 struct Pieces {            // of one bucket, by rising offset; each offset a multiple of 16
   const u64 *off, *len, *ptr;
@@ -76,6 +76,7 @@ template <int MODE> __device__ u64 odd_word(u8 *bucket, u64 at, u64 used, const 
   u64 from = p.off[s], end = from + p.len[s];
   u64 count = at >= from && end > at ? end - at : 0;
   u8 *other = (u8 *)(p.ptr[s] + (at - from));
+  if (MODE == VIRTUAL) return count ? load_word(other, count) : 0;
   if (MODE == GATHER) {
     u64 word = count ? load_word(other, count) : 0;
     store_word(bucket + at, word, used - at);
@@ -108,11 +109,11 @@ template <int MODE> __device__ void leaves(u8 *bucket, u64 used, Pieces p, u64 *
       u64 at = p.off[piece];
       whole = at <= start && at + p.len[piece] >= start + 1024 && (p.ptr[piece] & 7) == 0;
       u8 *other = (u8 *)(p.ptr[piece] + (start - at));
-      if (MODE == GATHER) from = other; else to = other;
+      if (MODE == SCATTER) to = other; else from = other;
     }
     if (whole) {
       for (int s = 0; s < 4; s++) word[s] = *(const u64 *)(from + s * 256 + mine);
-      if (MODE != DIGEST) for (int s = 0; s < 4; s++) *(u64 *)(to + s * 256 + mine) = word[s];
+      if (MODE == GATHER || MODE == SCATTER) for (int s = 0; s < 4; s++) *(u64 *)(to + s * 256 + mine) = word[s];
     } else {
       for (int s = 0; s < 4; s++) word[s] = odd_word<MODE>(bucket, start + s * 256 + mine, used, p);
     }
@@ -150,6 +151,11 @@ extern "C" __global__ void gather_digests(u8 *bucket, u64 used, const u64 *table
 extern "C" __global__ void scatter_digests(u8 *bucket, u64 used, const u64 *table, u32 count, u64 *out) {
   Pieces p = {table, table + count, table + 2 * count, count};
   leaves<SCATTER>(bucket, used, p, out);
+}
+
+extern "C" __global__ void piece_digests(u64 used, const u64 *table, u32 count, u64 *out) {
+  Pieces p = {table, table + count, table + 2 * count, count};
+  leaves<VIRTUAL>(0, used, p, out);
 }
 
 // table: chunk_prefix[count + 1], src[count], dst[count], len[count]; one block a chunk.
@@ -200,7 +206,7 @@ def _kernels(device: int) -> dict[str, Any]:
     cupy = _cupy()
     with cupy.cuda.Device(device):
         module = cupy.RawModule(code=_SOURCE, options=("--std=c++14",))
-        names = ("leaf_digests", "gather_digests", "scatter_digests", "copy_pieces")
+        names = ("leaf_digests", "gather_digests", "scatter_digests", "piece_digests", "copy_pieces")
         return {name: module.get_function(name) for name in names}
 
 
@@ -241,7 +247,7 @@ class PendingDigest:
 
     def value(self) -> int:
         """The bucket's digest; waits for the device if it is not ready."""
-        self._event.synchronize()  # type: ignore[no-untyped-call]
+        self._event.synchronize()
         return root(self._leaves.numpy().tobytes(), self._nbytes)
 
 
@@ -324,6 +330,24 @@ class Pieces:
             blocks = _leaf_blocks(self.used_bytes)
             _launch(fused, self.bucket.device, blocks, (*args, leaves.data_ptr()))
         return _pending(leaves, self.used_bytes)
+
+
+class PieceDigest:
+    """The digest of pieces where they lie, as if packed into one bucket; the table is uploaded once."""
+
+    def __init__(self, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> None:
+        kept = [piece for piece in pieces if piece[2]]
+        self._device, self._count = device, len(kept)
+        self._used = kept[-1][0] + kept[-1][2] if kept else 0
+        self._table = _upload([p[0] for p in kept] + [p[2] for p in kept] + [p[1] for p in kept], device)
+
+    def start(self) -> PendingDigest:
+        """Launch on the current stream."""
+        leaves = torch.empty(num_leaves(self._used), dtype=torch.int64, device=self._device)
+        if self._used:
+            args = (_u64(self._used), self._table.data_ptr(), _u32(self._count), leaves.data_ptr())
+            _launch("piece_digests", self._device, _leaf_blocks(self._used), args)
+        return _pending(leaves, self._used)
 
 
 def _chunks(

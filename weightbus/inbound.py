@@ -15,14 +15,15 @@ from typing import Any
 import torch
 
 from weightbus.adapter import EngineLoader, Fault
-from weightbus.backend import Backend, Channel, Endpoint, GroupSpec
-from weightbus.bucket import Unpacker
+from weightbus.backend import Backend, Channel, Endpoint, GroupSpec, State
+from weightbus.bucket import DirectDigest, Unpacker
 from weightbus.buffers import SlotPool
 from weightbus.control import messages as m
 from weightbus.deadline import Deadline
 from weightbus.errors import (
     AlignmentError,
     ConfigError,
+    DigestMismatch,
     EngineError,
     PeerLost,
     RefitAborted,
@@ -30,7 +31,7 @@ from weightbus.errors import (
     TransferTimeout,
     WeightBusError,
 )
-from weightbus.feed import Feed, RankRun, Scatter, Spent, Step
+from weightbus.feed import Feed, RankRun, Scatter, Spent, Step, current_event
 from weightbus.jobs import Job, Jobs
 from weightbus.lane import InboundConfig, InboundLane, Landed, Stage, verify
 from weightbus.manifest import Manifest
@@ -77,6 +78,7 @@ class RankSet:
         self._pending: m.OfferRanks | None = None
         self._releasing: list[tuple[Callable[[], bool], Callable[[], None]]] = []
         self._scatter = Scatter()
+        self._digest = DirectDigest()
 
     # ---- messages
 
@@ -103,13 +105,18 @@ class RankSet:
             if each.id == lane and each.refit == bytes.fromhex(refit):
                 each.drained = True
 
-    def page(self, page: m.Page | m.PageEnd | m.HeaderAhead) -> None:
+    def page(self, page: m.Page | m.PageEnd | m.HeaderAhead | m.Pull | m.PullDigest) -> None:
+        """What a sender says of one lane, ahead of the bytes."""
         for lane in self.lanes:
             if lane.id == page.lane and lane.refit == bytes.fromhex(page.refit):
                 if isinstance(page, m.Page):
                     lane.pages[page.bucket] = page
                 elif isinstance(page, m.PageEnd):
                     lane.page_end = page
+                elif isinstance(page, m.Pull):
+                    lane.pull = page
+                elif isinstance(page, m.PullDigest):
+                    lane.pull_digest = page
                 else:
                     lane.aheads.append(page)
 
@@ -301,6 +308,10 @@ class RankSet:
             ]
         if offer.paged:
             return self._paged_faults()
+        if offer.direct and (len(self.lanes) > 1 or self._config.stage or not self._backend.capabilities.pull):
+            return [
+                Fault("engine", "", "direct mode needs one rank per process, no stage, and a backend that can pull")
+            ]
         faults: list[Fault] = []
         manifests = []
         for plan in plans:
@@ -362,7 +373,10 @@ class RankSet:
     def _stream(self, run: RankRun) -> Script:
         staged = bool(self._config.stage)
         copies: list[list[Landed]] = [[] for _ in self.lanes]
-        if staged:
+        if run.offer.direct:
+            yield from self._pull(run)
+            self._prove(run)
+        elif staged:
             yield from self._fill_stage(run, copies)
             self._check_paged_end(run)
         else:
@@ -397,6 +411,61 @@ class RankSet:
                 log.warning("load from the copy failed, trying once more: %s", exc)
         run.loaded = True
         self._say(run, run.offer.refit)
+
+    def _pull(self, run: RankRun) -> Script:
+        """Direct mode: read the sender's memory into the engine's, in one pass. Who owns the memory owns the operation."""
+        (lane,) = self.lanes
+        yield Wait(lambda: lane.pull is not None or run.aborted is not None or run.dropped, run.deadline)
+        self._raise_if_over(run)
+        plan, endpoint, pull = lane.plan, lane.endpoint, lane.pull
+        if plan is None or endpoint is None or pull is None:
+            raise RemoteProtocolError("direct mode without a plan", lane=lane.id, phase="stream")
+        renamed = self._plans[plan.digest][1]
+        over = lambda: run.aborted is not None or run.dropped
+
+        def find() -> tuple[list[torch.Tensor], Callable[[], bool]]:
+            tensors = self._loader.resident(renamed)
+            if tensors is None:
+                raise EngineError(
+                    "the engine has no resident memory for these tensors",
+                    phase="load",
+                    advice="Send without direct=True.",
+                )
+            return tensors, current_event(tensors)
+
+        job = yield from self._jobs.run("load", find, run.deadline, over)
+        if job.error is not None:
+            raise self._wrapped(job.error)
+        tensors, ready = job.result
+        yield Wait(ready)
+        self._raise_if_over(run)
+        run.touched = True
+        start = time.monotonic()
+        work = endpoint.post_read(pull.remote, tensors)
+        yield Wait(lambda: work.state is not State.PENDING)  # its target is ours: it must end before anything else
+        run.seconds["load"] += time.monotonic() - start
+        if work.state is State.ERROR:
+            raise self._wrapped(work.error or PeerLost("the read ended in error", lane=lane.id))
+        run.buckets, run.bytes = len(plan.buckets), plan.wire_bytes
+        if run.offer.verify:
+            yield from self._verify_pull(run, lane, plan, tensors)
+        run.applied.update(name for spec in renamed for name in spec.names)
+
+    def _verify_pull(self, run: RankRun, lane: InboundLane, plan: Plan, tensors: Sequence[torch.Tensor]) -> Script:
+        start = time.monotonic()
+        job = yield from self._jobs.run("load", lambda: self._digest(plan, tensors), run.deadline)
+        if job.error is not None:
+            raise self._wrapped(job.error)
+        yield Wait(lambda: lane.pull_digest is not None or run.aborted is not None, run.deadline)
+        run.seconds["verify"] += time.monotonic() - start
+        self._raise_if_over(run)
+        if lane.pull_digest is None or lane.pull_digest.digest != job.result:
+            raise DigestMismatch(
+                "what was read is not what was exported",
+                lane=lane.id,
+                phase="stream",
+                advice="Did the source change during the send? A full send heals the engine.",
+            )
 
     def _fill_stage(self, run: RankRun, copies: list[list[Landed]]) -> Script:
         count = 0

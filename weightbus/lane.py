@@ -59,6 +59,8 @@ class InboundLane:
         self.ready: deque[Landed] = deque()
         self.pages: dict[int, m.Page] = {}
         self.page_end: m.PageEnd | None = None
+        self.pull: m.Pull | None = None
+        self.pull_digest: m.PullDigest | None = None
         self.next_bucket = 0
         self.taken = 0
         self.plan: Plan | None = None
@@ -72,9 +74,14 @@ class InboundLane:
         return self._backend.capabilities.shares_memory
 
     def prepare(self, lane: str, refit: str, slot_bytes: int, slots: int) -> None:
-        """Be clean and have room for this refit; a lane that may still be written to is replaced."""
+        """Be clean and have room for this refit; a lane that may still be written to is replaced.
+
+        Args:
+            slot_bytes: 0 where the receiver pulls: nothing is allocated, nobody connects.
+        """
         multicast = self._backend.capabilities.multicast
-        safe = (self.clean or self.drained) and self.channel is not None and self.channel.error is None
+        alive = self.channel is not None and self.channel.error is None if slot_bytes else self.channel is None
+        safe = (self.clean or self.drained) and alive
         if self.endpoint is not None and not (safe and self._fits(slot_bytes, slots)):
             self.retire()
         if self.endpoint is None:
@@ -83,18 +90,19 @@ class InboundLane:
             self.key = os.urandom(LANE_KEY_BYTES)
             limit = self._config.max_host_bytes if self._device.type == "cpu" else self._config.max_device_bytes
             self.pool = SlotPool(self.endpoint, slots, self._config.poison, limit)
-            if not self.shares:
+            if not self.shares and slot_bytes:
                 self.pool.ensure(slot_bytes)
-            if not multicast:
+            if not multicast and slot_bytes:
                 self.channel = self.endpoint.listen(self.key, self.pool.regions)
         self.id, self.refit, self.clean, self.drained = lane, bytes.fromhex(refit), False, False
         self.ready.clear()
         self.pages.clear()
         self.aheads.clear()
         self.page_end, self.next_bucket, self.taken = None, 0, 0
+        self.pull = self.pull_digest = None
 
     def _fits(self, slot_bytes: int, slots: int) -> bool:
-        if self.shares or self.pool is None:
+        if self.shares or self.pool is None or slot_bytes == 0:
             return True
         return self.pool.count == slots and self.pool.regions[0].nbytes >= slot_bytes
 
@@ -109,9 +117,11 @@ class InboundLane:
 
     def poll(self) -> bool:
         """Take what has landed; on the bus thread. Raises what is wrong with the lane."""
-        if self.endpoint is None or self.channel is None:
+        if self.endpoint is None:
             return False
         moved = self.endpoint.progress()
+        if self.channel is None:
+            return moved
         while self.aheads:
             ahead = self.aheads.pop(0)
             self.channel.post_recv(ahead.slot, ahead.nbytes, ahead.header)

@@ -216,7 +216,7 @@ class MemberSide:
             ranks.offer(message)
         elif isinstance(message, m.JoinGroup):
             ranks.join_group(message)
-        elif isinstance(message, (m.Page, m.PageEnd, m.HeaderAhead)):
+        elif isinstance(message, (m.Page, m.PageEnd, m.HeaderAhead, m.Pull, m.PullDigest)):
             ranks.page(message)
         elif isinstance(message, m.Drained):
             ranks.drained(message.refit, message.lane)

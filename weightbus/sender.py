@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 
 from weightbus.backend import Backend, Endpoint, EndpointSpec, GroupSpec
-from weightbus.bucket import GatherTables
+from weightbus.bucket import DirectDigest, GatherTables
 from weightbus.buffers import SlotPool
 from weightbus.control import messages as m
 from weightbus.deadline import Deadline
 from weightbus.errors import (
+    ConfigError,
     ConnectError,
     LocalProtocolError,
     PartialRefitError,
@@ -25,6 +26,7 @@ from weightbus.errors import (
     TransferTimeout,
     WeightBusError,
 )
+from weightbus.feed import current_event
 from weightbus.manifest import Manifest
 from weightbus.outbound import Channels, Outbound, PageOut, SendRun
 from weightbus.plan import Plan
@@ -33,6 +35,7 @@ from weightbus.report import Event, EventHandler, RefitReport
 from weightbus.sources import Source, SourceCache, open_source
 
 QUIET_S = 1.0
+DIRECT_QUIET_S = 10.0
 CONNECT_S = 30.0
 MARGIN_S = 60.0
 
@@ -51,6 +54,7 @@ class SenderConfig:
     max_host_bytes: int | None
     max_device_bytes: int | None
     host: str | None
+    direct: bool = False
 
 
 @attrs.define(eq=False)
@@ -103,6 +107,7 @@ class SenderSide:
         self._connecting = False
         self._plan: tuple[int, Plan | None] = (0, None)
         self._tables: GatherTables = {}
+        self._digest = DirectDigest()
         self._plan_wire: m.PlanWire | None = None
         self._remembered: Manifest | None = None
         self._told: int | None = None
@@ -134,6 +139,7 @@ class SenderSide:
         began = time.perf_counter()
         deadline = Deadline.after(timeout_s + MARGIN_S)
         opened, bad = self._open(source, manifest, partial, cast, buffers)
+        bad = bad or self._check_direct(opened)
         call = _Send(version)
 
         def offer() -> None:
@@ -189,6 +195,7 @@ class SenderSide:
                 manifest=None if known else manifest,
                 paged=bad is None and manifest is None,
                 reorderable=opened is not None and opened.reorderable,
+                direct=self._config.direct,
                 partial=partial,
                 error=None if bad is None else m.WireError.of(bad, self.name),
             )
@@ -199,7 +206,10 @@ class SenderSide:
         if opened is None or run is None or not call.go:
             return
         try:
-            run.stream(opened)
+            if self._config.direct:
+                self._expose(call, run, opened)
+            else:
+                run.stream(opened)
         except SourceError as exc:
             error = exc
             self._remembered = None
@@ -213,7 +223,60 @@ class SenderSide:
             )
             self._reactor.wait(lambda: call.over, deadline)
             raise
-        self._reactor.call(lambda: self._source_end(run))
+        if not self._config.direct:
+            self._reactor.call(lambda: self._source_end(run))
+
+    def _expose(self, call: _Send, run: SendRun, opened: Source) -> None:
+        """Direct mode: let the receivers read the source's own memory; it stays as it is until they are done."""
+        plan, message = run.plan, call.plan_message
+        if plan is None or message is None:
+            raise LocalProtocolError("direct mode needs a manifest", phase="offer")
+        tensors = list(opened.iterate(plan.manifest))
+        self._refuse_strided(plan, tensors)
+        ready = current_event(tensors)
+        self._reactor.wait(lambda: ready() or call.over, run.deadline)
+
+        def export() -> None:
+            remote = self.endpoint.export(tensors)
+            for lane in message.direct:
+                self._tell(m.Pull(refit=run.refit, lane=lane, remote=remote))
+
+        self._reactor.call(export, timeout_s=max(1.0, run.deadline.remaining_s(at_most=600)))
+        run.buckets, run.bytes = len(plan.buckets), plan.wire_bytes
+        if self._config.verify:
+            start = time.perf_counter()
+            value = self._digest(plan, tensors)
+            run.seconds["pack"] += time.perf_counter() - start
+
+            def tell() -> None:
+                for lane in message.direct:
+                    self._tell(m.PullDigest(refit=run.refit, lane=lane, digest=value))
+
+            self._reactor.call(tell)
+        self._reactor.call(lambda: self._tell(m.SourceEnd(refit=run.refit, buckets=run.buckets, seconds=run.seconds)))
+        self._reactor.wait(lambda: call.over, run.deadline)
+        lanes, quiet = message.direct, self._is_quiet(run.refit)
+        self._reactor.wait(lambda: all(quiet(lane) for lane in lanes), Deadline.after(DIRECT_QUIET_S))
+
+    def _check_direct(self, opened: Source | None) -> WeightBusError | None:
+        """Direct mode reads live memory: what is sent must be all there."""
+        if not self._config.direct or opened is None or opened.reorderable:
+            return None
+        return ConfigError("direct mode cannot read an iterable", advice="Send a Module or a mapping.")
+
+    def _refuse_strided(self, plan: Plan, tensors: Sequence[torch.Tensor]) -> None:
+        wrong = []
+        for spec, tensor in zip(plan.manifest, tensors, strict=True):
+            if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+                wrong.append(f"{spec.name}: not contiguous")
+            elif tensor.device != self._config.device:
+                wrong.append(f"{spec.name}: on {tensor.device}, the bus is on {self._config.device}")
+        if wrong:
+            raise SourceError(
+                f"direct mode cannot read {len(wrong)} tensors: {'; '.join(wrong[:10])}",
+                phase="export",
+                advice="Send them without direct=True.",
+            )
 
     def _source_end(self, run: SendRun) -> None:
         if run.plan is None:
@@ -341,7 +404,8 @@ class SenderSide:
         plan = self._plan_of(message)
         need = plan.capacity_bytes if plan is not None else self._config.bucket_bytes // 16 * 16
         try:
-            self._pool.ensure(need)
+            if not self._config.direct:
+                self._pool.ensure(need)
         except WeightBusError as exc:
             failed = {lane: exc for spec in message.outbound for lane in spec.lanes}
         fresh = [spec for spec in message.outbound if not failed and not self._have(spec)]

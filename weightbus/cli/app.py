@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 import weightbus
 from weightbus.errors import WeightBusError
@@ -112,5 +113,5 @@ def main() -> None:
     try:
         app()
     except WeightBusError as exc:
-        Console(stderr=True).print(f"[red]{type(exc).__name__}[/red]: {exc}", highlight=False, markup=True)
+        Console(stderr=True).print(f"[red]{type(exc).__name__}[/red]: {escape(str(exc))}", highlight=False)
         sys.exit(1)

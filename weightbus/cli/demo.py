@@ -127,13 +127,16 @@ def _similarity(vectors: torch.Tensor) -> str:
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    """Where the time went; phases overlap."""
-    phases = list(dict.fromkeys(phase for row in rows for phase in row["seconds"]))
-    table = Table(title="milliseconds by phase (they overlap; version 1 also connects and maps memory)")
-    for name in ("version", "tensors", "MB", "buckets", "total", "GB/s", *phases):
-        table.add_column(name.replace("_", " "), justify="right")
+    """Where the time went: a column per version."""
+    table = Table(title="where the time went (phases overlap; version 1 also connects and maps memory)")
+    table.add_column("phase")
     for row in rows:
-        head = (str(row["version"]), str(row["tensors"]), f"{row['bytes'] / 1e6:.1f}", str(row["buckets"]))
-        times = (f"{row['seconds'].get(phase, 0.0) * 1e3:.1f}" for phase in phases)
-        table.add_row(*head, f"{row['total_s'] * 1e3:.1f}", f"{row['gbytes_per_s']:.2f}", *times)
+        table.add_column(f"version {row['version']}", justify="right")
+    table.add_row("payload", *(f"{row['bytes'] / 1e6:.1f} MB" for row in rows))
+    table.add_row("tensors, buckets", *(f"{row['tensors']}, {row['buckets']}" for row in rows), end_section=True)
+    for phase in dict.fromkeys(phase for row in rows for phase in row["seconds"]):
+        table.add_row(phase.replace("_", " "), *(f"{row['seconds'].get(phase, 0.0) * 1e3:.1f} ms" for row in rows))
+    table.add_section()
+    table.add_row("whole send", *(f"{row['total_s'] * 1e3:.1f} ms" for row in rows))
+    table.add_row("", *(f"{row['gbytes_per_s']:.2f} GB/s" for row in rows))
     return table

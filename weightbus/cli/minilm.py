@@ -67,7 +67,9 @@ def _words(vocabulary: dict[str, int], sentence: str) -> list[int]:
     for word in re.findall(r"\w+|[^\w\s]", sentence.lower()):
         pieces, start = [], 0
         while start < len(word):
-            ends = (end for end in range(len(word), start, -1) if ("##" if start else "") + word[start:end] in vocabulary)
+            ends = (
+                end for end in range(len(word), start, -1) if ("##" if start else "") + word[start:end] in vocabulary
+            )
             end = next(ends, 0)
             if not end:
                 pieces = [vocabulary["[UNK]"]]

@@ -34,7 +34,7 @@ from weightbus.errors import (
 )
 from weightbus.manifest import Manifest
 from weightbus.names import grouping
-from weightbus.plan import Plan, check_names, make_plans, permute
+from weightbus.plan import MAX_BUCKET_BYTES, Plan, check_names, make_plans, permute
 from weightbus.reactor import Reactor, Script, Wait, log
 
 REPORT_GRACE_S = 10.0
@@ -163,6 +163,7 @@ class RefitRun:
     error: WeightBusError | None = None
     first_error: WeightBusError | None = None
     paged: bool = False
+    direct: bool = False
     streaming: bool = False
     ended: bool = False
     paced: int = 0
@@ -370,7 +371,7 @@ class Coordinator:
             else:
                 self._early[rank] = message
             return
-        if isinstance(message, (m.Drained, m.Page, m.PageEnd, m.HeaderAhead)):
+        if isinstance(message, (m.Drained, m.Page, m.PageEnd, m.HeaderAhead, m.Pull, m.PullDigest)):
             home = self._lane_home.get(message.lane)
             if home is not None:
                 self.hub.send(home[0], message)
@@ -567,6 +568,13 @@ class Coordinator:
                     phase="offer",
                 )
             self._manifests[rank] = ready.manifest or self._manifests.get(rank)
+        run.direct = all(r.direct for r in run.ready.values())
+        if any(r.direct for r in run.ready.values()) and not run.direct:
+            raise ConfigError(
+                "some senders are direct and some are not",
+                phase="offer",
+                advice="Give direct= on all senders, or on none.",
+            )
         run.paged = any(r.paged for r in run.ready.values())
         if run.paged and not all(r.paged for r in run.ready.values()):
             raise AlignmentError(
@@ -697,12 +705,14 @@ class Coordinator:
         ]
         reorder = all(run.ready[k].reorderable for k in range(self.config.senders))
         sizes = [self._bucket_bytes, *(s.join.bucket_bytes for s in self.senders.values())]
-        key = (tuple(x.digest() for x in manifests), tuple(dict.fromkeys(rules)), reorder, min(sizes))
+        key = (tuple(x.digest() for x in manifests), tuple(dict.fromkeys(rules)), reorder, min(sizes), run.direct)
         if key not in self._plans:
             check_names(manifests)
             grouped = grouping(manifests[0], list(dict.fromkeys(rules)), reorder=reorder)
             place = {old: new for new, old in enumerate(grouped.order)}
             groups = [tuple(sorted(place[i] for i in g)) for g in grouped.groups]
+            if run.direct:  # one virtual bucket: it only says what the digest is made over
+                groups, sizes = [], [MAX_BUCKET_BYTES]
             plans = make_plans([permute(x, grouped.order) for x in manifests], groups, min(sizes))
             self._plans = {key: (plans, tuple(m.PlanWire.of(p) for p in plans))}
         return self._plans[key]
@@ -730,7 +740,7 @@ class Coordinator:
                             lane=lane.id,
                             rank=lane.rank,
                             plan_digest=plan.digest if plan else 0,
-                            slot_bytes=plan.capacity_bytes if plan else sender_bytes // 16 * 16,
+                            slot_bytes=0 if run.direct else plan.capacity_bytes if plan else sender_bytes // 16 * 16,
                             slots=self.config.slots,
                             manifest=plan.manifest if plan and full else None,
                             plan=wires[lane.sender] if plan and full else None,
@@ -748,6 +758,7 @@ class Coordinator:
                     partial=run.partial,
                     paged=run.paged,
                     verify=self.config.verify,
+                    direct=run.direct,
                     driver_address="" if beside else e.driver.join.driver_address,
                     lanes=tuple(lanes),
                 ),
@@ -806,7 +817,7 @@ class Coordinator:
             mine = [
                 answers[x.id] for x in run.lanes.values() if x.sender == rank and x.engine.active and x.id in answers
             ]
-            specs = [mine] if multicast and mine else [[a] for a in mine]
+            specs = [] if run.direct else [mine] if multicast and mine else [[a] for a in mine]
             digest = plans[rank].digest if plans else 0
             told = rank > 0 and self._told_plans.get(rank) == digest
             self._told_plans[rank] = digest
@@ -830,6 +841,7 @@ class Coordinator:
                         )
                         for spec in specs
                     ),
+                    direct=tuple(a.lane for a in mine) if run.direct else (),
                 ),
             )
         everyone = set(range(self.config.senders))
@@ -892,10 +904,16 @@ class Coordinator:
                 self.hub.send(e.driver.link, m.Commit(refit=run.refit, finish_timeout_s=self.config.finish_timeout_s))
 
     def _exclude_stalled(self, run: RefitRun) -> None:
-        """Readers that got everything and say nothing. One that blocks a lane is reported by that lane's sender."""
+        """Readers that got everything and say nothing. One that blocks a lane is reported by that lane's sender; a direct
+        read shows no progress, so only the deadline and the heartbeat end it."""
         for e in run.active():
             fed = all(x.sender in run.source_ends for x in run.lanes.values() if x.engine is e)
-            if fed and not e.complete and time.monotonic() - e.progress_s > self.config.stall_timeout_s:
+            if (
+                fed
+                and not run.direct
+                and not e.complete
+                and time.monotonic() - e.progress_s > self.config.stall_timeout_s
+            ):
                 self.fail(run, e, self._stalled(e, "complete"))
 
     def _end(self, run: RefitRun) -> Script:

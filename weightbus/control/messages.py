@@ -182,6 +182,7 @@ class SendReady:
     paged: bool
     reorderable: bool
     partial: bool
+    direct: bool = False
     error: WireError | None = None
 
 
@@ -208,6 +209,7 @@ class SendPlan:
     manifest: Manifest | None  # None: as told before
     plan: PlanWire | None
     outbound: tuple[LaneSpec, ...]
+    direct: tuple[str, ...] = ()  # lanes that pull from this sender
 
 
 @attrs.frozen(kw_only=True)
@@ -311,7 +313,7 @@ class OfferRanks:
     verify: bool
     driver_address: str
     lanes: tuple[LaneOffer, ...]
-    group: str = ""
+    direct: bool = False
 
 
 @attrs.frozen(kw_only=True)
@@ -379,6 +381,24 @@ class HeaderAhead:
     def _size(self, _: attrs.Attribute[bytes], value: bytes) -> None:
         if len(value) > MAX_HEADER_BYTES:
             raise ValueError(f"a header has at most {MAX_HEADER_BYTES} bytes")
+
+
+@attrs.frozen(kw_only=True)
+class Pull:
+    """Sender (through the coordinator) to a rank: the exported memory is complete; read it now."""
+
+    refit: str
+    lane: str
+    remote: bytes
+
+
+@attrs.frozen(kw_only=True)
+class PullDigest:
+    """The digest of what was exported, as of one bucket in the plan's layout."""
+
+    refit: str
+    lane: str
+    digest: int
 
 
 @attrs.frozen(kw_only=True)
@@ -526,6 +546,8 @@ KINDS: tuple[type[Any], ...] = (
     HeaderAhead,
     Page,
     PageEnd,
+    Pull,
+    PullDigest,
     Credit,
     Complete,
     RankFailed,
