@@ -161,7 +161,14 @@ class Arrival:
 
 
 class Channel(ABC):
-    """One direction of one lane: made by `connect` (sender side), `listen` (receiver side) or `connect_group` (both)."""
+    """One direction of one lane: made by `connect` (sender side), `listen` (receiver side) or `connect_group` (both).
+
+    Attributes:
+        operation_timeout_s: seconds that an operation posted from now on may take, where the library needs a bound of
+            its own (collectives). Core sets it before each post to what is left of the refit; None: not said.
+    """
+
+    operation_timeout_s: float | None = None
 
     @abstractmethod
     def post_send(self, region: Region, nbytes: int, header: bytes, slot: int) -> Work:

@@ -127,7 +127,8 @@ class RankSet:
                 self._enter(lane, lane.endpoint, lane.pool, message)
 
     def _enter(self, lane: InboundLane, endpoint: Endpoint, pool: SlotPool, message: m.JoinGroup) -> None:
-        lane.key, lane.channel = message.key, None
+        old, lane.channel = lane.channel, None
+        lane.key, lane.group = message.key, message.group_id
         group = GroupSpec(
             group_id=message.group_id,
             lane_key=message.key,
@@ -141,12 +142,15 @@ class RankSet:
             failed: dict[str, m.WireError] = {}
             channel: Channel | None = None
             try:
+                if old is not None:
+                    old.close()
                 channel = endpoint.connect_group(group, slots, message.timeout_s)
             except Exception as exc:
                 failed[lane.id] = m.WireError.of(exc, lane.name)
 
             def done() -> None:
-                lane.channel = channel
+                if lane.endpoint is endpoint and lane.group == message.group_id:
+                    lane.channel = channel
                 self._tell(m.Connected(refit=message.refit, lane=lane.id, failed=failed))
 
             self._reactor.submit(done)
@@ -222,6 +226,8 @@ class RankSet:
 
     def _script(self, offer: m.OfferRanks) -> Script:
         run = RankRun(offer, Deadline.after(offer.timeout_s))
+        for lane in self.lanes:
+            lane.deadline = run.deadline
         plans = self._resolve(offer)
         if plans is None:
             self._tell(m.RanksAnswer(refit=offer.refit, need_plan=True))

@@ -14,9 +14,11 @@ from weightbus.backend import LANE_KEY_BYTES, Arrival, Backend, Channel, Endpoin
 from weightbus.bucket import Unpacker
 from weightbus.buffers import SlotPool
 from weightbus.control import messages as m
+from weightbus.deadline import Deadline
 from weightbus.errors import DigestMismatch, RemoteProtocolError
 from weightbus.header import Header
 from weightbus.names import NameRule
+from weightbus.outbound import MAX_OPERATION_S
 from weightbus.plan import Plan, single_page
 
 
@@ -67,6 +69,8 @@ class InboundLane:
         self.unpacker: Unpacker | None = None
         self.refit = b""
         self.aheads: list[m.HeaderAhead] = []
+        self.group = ""  # id of the collective group that was entered last
+        self.deadline = Deadline.after(None)  # of the refit
         self._backend, self._device, self._config = backend, device, config
 
     @property
@@ -81,7 +85,8 @@ class InboundLane:
         """
         multicast = self._backend.capabilities.multicast
         alive = self.channel is not None and self.channel.error is None if slot_bytes else self.channel is None
-        safe = (self.clean or self.drained) and alive
+        # a group's operation may have ended for its writer while a reader still waits in it
+        safe = (self.clean or (self.drained and not multicast)) and alive
         if self.endpoint is not None and not (safe and self._fits(slot_bytes, slots)):
             self.retire()
         if self.endpoint is None:
@@ -124,6 +129,7 @@ class InboundLane:
             return moved
         while self.aheads:
             ahead = self.aheads.pop(0)
+            self.channel.operation_timeout_s = max(0.001, self.deadline.remaining_s(MAX_OPERATION_S))
             self.channel.post_recv(ahead.slot, ahead.nbytes, ahead.header)
             moved = True
         for arrival in self.channel.arrivals():

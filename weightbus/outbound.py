@@ -25,6 +25,9 @@ from weightbus.reactor import Reactor
 from weightbus.sources import Source
 
 
+MAX_OPERATION_S = 86400.0  # libraries do not take infinity
+
+
 @attrs.define(eq=False)
 class Post:
     """One bucket on its way to one channel."""
@@ -55,6 +58,7 @@ class Outbound:
         stall_timeout_s: a lane with something outstanding that has not moved for so long is given up.
         quiet: whether a lane's reader said that it no longer touches memory of this refit.
         header_ahead: called before posting where the backend cannot carry headers.
+        deadline: of the refit; what is left of it bounds each operation.
     """
 
     def __init__(
@@ -67,8 +71,11 @@ class Outbound:
         stall_timeout_s: float,
         quiet: Callable[[str], bool],
         header_ahead: Callable[[str, int, int, bytes], None],
+        deadline: Deadline,
     ) -> None:
         self.refit, self.link, self.slots = refit, link, slots
+        self._deadline = deadline
+        self._left: tuple[str, ...] = ()  # members of the group that others of it wait for in vain
         self._stall_s, self._quiet = stall_timeout_s, quiet
         self._moved_s = time.monotonic()
         self.lanes = set(link.lanes)
@@ -98,9 +105,12 @@ class Outbound:
 
     def drop(self, lanes: Sequence[str]) -> None:
         """These readers have left; without readers nothing more is posted."""
-        self.lanes.difference_update(lanes)
+        left = self.lanes.intersection(lanes)
+        self.lanes -= left
         if not self.lanes:
             self._queue.clear()
+        elif left:
+            self._left = (*self._left, *left)
 
     def busy(self, bucket: int) -> bool:
         """The sender's memory of `bucket` is still needed here."""
@@ -143,6 +153,9 @@ class Outbound:
         if self.error is None and self.link.channel.error is not None and self.lanes:
             self._fail(self.link.channel.error, None)
             moved = True
+        if self._left and self.error is None and (self._queue or self.works):
+            self._fail(self._broken_group(), None)
+            moved = True
         while self._queue and self.error is None and self.credited(self._queue[0].bucket - self.slots):
             if not self._outstanding:
                 self._moved_s = time.monotonic()
@@ -151,13 +164,25 @@ class Outbound:
         if self._outstanding and self.error is None and time.monotonic() - self._moved_s > self._stall_s:
             self._fail(
                 TransferTimeout(
-                    f"the reader made no progress for {self._stall_s:g} s",
+                    f"{'+'.join(self._behind())} made no progress for {self._stall_s:g} s",
                     advice="Its recv must be running; raise stall_timeout if one load call takes longer.",
                 ),
                 None,
             )
             moved = True
         return moved
+
+    def _behind(self) -> list[str]:
+        """The readers that hold up the others."""
+        return sorted(lane for lane in self.lanes if self.posted - 1 not in self._credits[lane])
+
+    def _broken_group(self) -> PeerLost:
+        names = ", ".join(lane.partition("->")[2] for lane in self._left)
+        return PeerLost(
+            f"{names} left the group, and a collective needs all of its members",
+            peer=names,
+            advice="Send again: the next refit regroups those that are alive.",
+        )
 
     @property
     def _outstanding(self) -> bool:
@@ -182,6 +207,7 @@ class Outbound:
                     self._ahead(lane, slot, post.nbytes, header)
             if not self.works:
                 self._since = time.monotonic()
+            self.link.channel.operation_timeout_s = max(0.001, self._deadline.remaining_s(MAX_OPERATION_S))
             self.works[post.bucket] = self.link.channel.post_send(post.region, post.nbytes, header, slot)
             self.posted = post.bucket + 1
         except WeightBusError as exc:
@@ -247,6 +273,7 @@ class SendRun:
         self.buckets = 0
         self.bytes = 0
         self.ended = False
+        self.go = False  # packing may begin before; posting not
         self.pace = 0
         self.error: BaseException | None = None
         self.seconds = dict.fromkeys(("export", "pack", "credit_wait"), 0.0)
@@ -396,7 +423,7 @@ class SendRun:
 
     def tick(self) -> bool:
         moved = False
-        while self._waiting and self._waiting[0][1].ready():
+        while self.go and self._waiting and self._waiting[0][1].ready():
             post, packed, page = self._waiting.popleft()
             post.digest = packed.digest()
             if page is not None:
@@ -432,7 +459,7 @@ class SendRun:
 
     @property
     def polling(self) -> bool:
-        return bool(self._waiting) or any(o.works for o in self.outbounds)
+        return (self.go and bool(self._waiting)) or any(o.works for o in self.outbounds)
 
     def end(self) -> None:
         """The refit is over: nothing more is posted, the caller only drains."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator
+from typing import Any
 
 import attrs
 
@@ -309,17 +310,21 @@ class Driver:
 
     # ---- the engine's own steps
 
-    def _job(self, kind: str, call: Callable[[], None], deadline: Deadline) -> Generator[Wait, bool, Job]:
+    def _job(self, kind: str, call: Callable[[], Any], deadline: Deadline) -> Generator[Wait, bool, Job]:
         job = yield from self._jobs.run(kind, call, deadline)
-        if job.error is not None and not isinstance(job.error, WeightBusError):
-            wrapped = EngineError(
-                f"{kind} raised {type(job.error).__name__}: {job.error}", phase=kind, peer=self.engine
-            )
-            wrapped.__cause__ = job.error
-            job.error = wrapped
-        if isinstance(job.error, WeightBusError):
-            job.error.phase, job.error.peer = job.error.phase or kind, job.error.peer or self.engine
+        job.error = self._placed(job.error, kind)
         return job
+
+    def _placed(self, error: BaseException | None, kind: str) -> WeightBusError | None:
+        """The error as one of ours that says where it was raised."""
+        if error is None:
+            return None
+        if not isinstance(error, WeightBusError):
+            wrapped = EngineError(f"{kind} raised {type(error).__name__}: {error}", phase=kind, peer=self.engine)
+            wrapped.__cause__ = error
+            return wrapped
+        error.phase, error.peer = error.phase or kind, error.peer or self.engine
+        return error
 
     def _begin(self, run: DriverRun, deadline: Deadline) -> Generator[Wait, bool, WeightBusError | None]:
         offer, held = run.offer, self.held
@@ -370,7 +375,7 @@ class Driver:
         self, refit: str, run_id: str, version: int, deadline: Deadline, run: DriverRun | None = None
     ) -> Generator[Wait, bool, WeightBusError | None]:
         start = time.monotonic()
-        job = yield from self._job("finish", lambda: self._driver.finish(version, deadline), deadline)
+        job = yield from self._job("finish", lambda: self._finish_and_resume(version, deadline), deadline)
         if (
             isinstance(job.error, WeightBusError)
             and run is not None
@@ -379,7 +384,7 @@ class Driver:
             and not getattr(job.error, "dead", False)
         ):
             log.warning("finish failed, trying once more: %s", job.error)
-            job = yield from self._job("finish", lambda: self._driver.finish(version, deadline), deadline)
+            job = yield from self._job("finish", lambda: self._finish_and_resume(version, deadline), deadline)
         if run is not None:
             run.seconds["finish"] = time.monotonic() - start
         if isinstance(job.error, WeightBusError):
@@ -389,15 +394,28 @@ class Driver:
                 self.held = Held(Outcome.DIRTY, run_id, -1, str(job.error))
             return job.error
         self.held = Held(Outcome.PAUSED, run_id, version, "not resumed yet")
-        error = yield from self._resume(deadline)
+        error = yield from self._resume(deadline, job)
         if run is not None:
             run.seconds["pause"] = time.monotonic() - run.paused_at_s
         self._order(m.RankOrder(refit=refit, order="published", run_id=run_id, version=version))
         return error
 
-    def _resume(self, deadline: Deadline) -> Generator[Wait, bool, WeightBusError | None]:
+    def _finish_and_resume(self, version: int, deadline: Deadline) -> Exception | None:
+        """In one job: what resume raised is returned, for the version is finished all the same."""
+        self._driver.finish(version, deadline)
+        try:
+            self._driver.resume(deadline)
+        except Exception as exc:
+            return exc
+        return None
+
+    def _resume(self, deadline: Deadline, tried: Job | None = None) -> Generator[Wait, bool, WeightBusError | None]:
+        """Resume, twice at most; `tried` is the job that has done it once."""
         for attempt in (1, 2):
-            job = yield from self._job("resume", lambda: self._driver.resume(deadline), deadline)
+            if tried is not None and attempt == 1:
+                job = Job("resume", lambda: None, True, True, None, self._placed(tried.result, "resume"))
+            else:
+                job = yield from self._job("resume", lambda: self._driver.resume(deadline), deadline)
             if not isinstance(job.error, WeightBusError):
                 self.held = Held(Outcome.READY, self.held.run_id, self.held.version)
                 return None

@@ -65,7 +65,6 @@ class _Send:
     ready: Callable[[], None] | None = None
     plan_message: m.SendPlan | None = None
     run: SendRun | None = None
-    go: bool = False
     done: m.SendDone | None = None
     lost: WeightBusError | None = None
 
@@ -150,7 +149,7 @@ class SenderSide:
 
         self._reactor.call(offer)
         try:
-            self._reactor.wait(lambda: call.go or call.over or self._refused() is not None, deadline)
+            self._reactor.wait(lambda: call.run is not None or call.over or self._refused() is not None, deadline)
             refused = self._refused()
             if refused is not None:
                 raise refused
@@ -203,7 +202,7 @@ class SenderSide:
 
     def _stream(self, call: _Send, opened: Source | None, deadline: Deadline) -> None:
         run = call.run
-        if opened is None or run is None or not call.go:
+        if opened is None or run is None:
             return
         try:
             if self._config.direct:
@@ -234,7 +233,9 @@ class SenderSide:
         tensors = list(opened.iterate(plan.manifest))
         self._refuse_strided(plan, tensors)
         ready = current_event(tensors)
-        self._reactor.wait(lambda: ready() or call.over, run.deadline)
+        self._reactor.wait(lambda: (run.go and ready()) or call.over, run.deadline)
+        if call.over:
+            return
 
         def export() -> None:
             remote = self.endpoint.export(tensors)
@@ -357,7 +358,7 @@ class SenderSide:
 
     def _handle_run(self, call: _Send, run: SendRun, message: Any) -> None:
         if isinstance(message, m.Go):
-            call.go = True
+            run.go = True
         elif isinstance(message, m.Credit):
             for outbound in run.outbounds:
                 outbound.credit(message.lane, message.bucket)
@@ -410,7 +411,10 @@ class SenderSide:
             failed = {lane: exc for spec in message.outbound for lane in spec.lanes}
         fresh = [spec for spec in message.outbound if not failed and not self._have(spec)]
         if fresh:
-            yield from self._connect(fresh, Deadline.after(min(CONNECT_S, message.timeout_s)), failed)
+            limit = min(CONNECT_S, message.timeout_s)
+            if self._backend.capabilities.multicast:  # nothing wakes a rendezvous that waits for the dead
+                limit = min(limit, message.stall_timeout_s)
+            yield from self._connect(fresh, Deadline.after(limit), failed)
         if call.over:
             return
         outbounds = [
@@ -423,6 +427,7 @@ class SenderSide:
                 message.stall_timeout_s,
                 self._is_quiet(message.refit),
                 self._header_ahead(message.refit),
+                Deadline.after(message.timeout_s),
             )
             for spec in message.outbound
             if not failed.keys() & set(spec.lanes)
@@ -485,10 +490,8 @@ class SenderSide:
     def _connect(self, specs: list[m.LaneSpec], deadline: Deadline, failed: dict[str, WeightBusError]) -> Script:
         """Connect on a helper thread: only there may a backend block."""
         finished: list[bool] = []
-        for spec in specs:
-            old = self._channels.pop(spec.lanes, None)
-            if old is not None:
-                old.channel.close()
+        lanes = {lane for spec in specs for lane in spec.lanes}
+        stale = [self._channels.pop(key) for key in list(self._channels) if lanes.intersection(key)]
         groups = (
             [self._group(spec, deadline) for spec in specs]
             if self._backend.capabilities.multicast
@@ -496,6 +499,8 @@ class SenderSide:
         )
 
         def connect() -> None:
+            for old in stale:
+                old.channel.close()
             for spec, group in zip(specs, groups, strict=True):
                 try:
                     if group is not None:

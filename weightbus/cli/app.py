@@ -111,8 +111,8 @@ def bench(
     raise typer.Exit(0 if command.complete(result) else 1)
 
 
-def main() -> None:
-    """Entry point: our own errors end in one line and exit code 1."""
+def start() -> None:
+    """Run the command; see `weightbus.cli.main`."""
     try:
         app()
     except WeightBusError as exc:

@@ -21,6 +21,9 @@ def show(result: Result, console: Console) -> None:
     """A table per model, what each clock covers, and the stages against what they allow."""
     for model in dict.fromkeys(row.model for row in result.rows):
         console.print(_figures(result, model))
+        for row in result.of(model):
+            if row.error:
+                console.print(f"[red]{row.name} {row.settings} failed:[/red] {escape(row.error)}", highlight=False)
         stages = _stages(result, model)
         if stages.row_count:
             console.print(stages)
@@ -45,13 +48,19 @@ def _figures(result: Result, model: str) -> Table:
         table.add_column(name, justify="right")
     for row in rows:
         if row.error:
-            table.add_row(row.name, row.settings, escape(f"failed: {row.error}"))
+            table.add_row(row.name, row.settings, "[red]failed[/red]")
             continue
-        low, high = min(row.seconds[1:]) * 1e3, max(row.seconds[1:]) * 1e3
-        cells = [f"{row.cold_s * 1e3:.1f}", f"{row.median_s * 1e3:.1f}", f"{low:.1f} - {high:.1f}"]
+        low, high = _ms(min(row.seconds[1:])), _ms(max(row.seconds[1:]))
+        cells = [_ms(row.cold_s), _ms(row.median_s), f"{low} - {high}"]
         cells += [f"{row.gbytes_per_s:.2f}", *_ratios(result, row), *(_over_raw(result, row) if many else [])]
         table.add_row(row.name, row.settings, *cells if row.equal else [*cells[:-1], "[red]WRONG BYTES[/red]"])
     return table
+
+
+def _ms(seconds: float) -> str:
+    """Milliseconds with three or more digits that count."""
+    ms = seconds * 1e3
+    return f"{ms:.1f}" if ms >= 100 else f"{ms:.2f}" if ms >= 1 else f"{ms:.4f}"
 
 
 def _ratios(result: Result, row: Row) -> list[str]:
@@ -89,9 +98,9 @@ def _stages(result: Result, model: str) -> Table:
         if row.alone and not row.error:
             a = row.alone
             total, most = sum(a.values()), max(a["pack"], a["wire"], a["verify"] + a["load"])
-            cells = [f"{a[stage] * 1e3:.1f}" for stage in ("pack", "wire", "verify", "load")]
+            cells = [_ms(a[stage]) for stage in ("pack", "wire", "verify", "load")]
             for limit in (total, most):
-                cells += [f"{limit * 1e3:.1f}", f"{row.nbytes / limit / 1e9:.2f}", f"{limit / row.median_s:.2f}"]
+                cells += [_ms(limit), f"{row.nbytes / limit / 1e9:.2f}", f"{limit / row.median_s:.2f}"]
             table.add_row(row.name, row.settings, *cells)
     return table
 

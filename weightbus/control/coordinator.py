@@ -78,6 +78,9 @@ class Engine:
     def serving(self) -> dict[int, Member]:
         return {rank: member for member in self.members.values() for rank in member.join.serves}
 
+    def is_at(self, run_id: str, version: int) -> bool:
+        return (self.run_id, self.version) == (run_id, version)
+
     @property
     def complete(self) -> bool:
         return self.driver is not None and len(self.serving()) == self.world
@@ -92,6 +95,8 @@ class EngineRun:
     ranks: dict[int, Member]
     staged: bool
     answer: str = ""  # OK, ALREADY, BEHIND, REFUSED, OUTCOME
+    answered: bool = False  # False: OK is assumed from what the engine said last; its driver's word is under way
+    begin_sent: bool = False
     answers: dict[bytes, m.RanksAnswer] = attrs.field(factory=dict)
     begun: bool = False
     completes: dict[bytes, m.Complete] = attrs.field(factory=dict)
@@ -209,6 +214,7 @@ class Coordinator:
         self._early: dict[int, m.SendReady] = {}
         self._manifests: dict[int, Manifest | None] = {}
         self._told_plans: dict[int, int] = {}
+        self._connected: dict[str, str] = {}  # lane to the incarnation its sender has a channel to
         self.hub = Hub(reactor, bind, token, self._on_message, self._on_lost, advertise)
         reactor.add(self.hub)
 
@@ -407,9 +413,10 @@ class Coordinator:
             return
         e.touch()
         if isinstance(message, m.DriverAnswer):
-            e.answer = message.answer
+            e.answered, e.answer = True, message.answer
             if message.error is not None:
                 e.error = message.error.to_error()
+            self._take_answer(run, e)
         elif isinstance(message, m.RanksAnswer):
             e.answers[member.link] = message
         elif isinstance(message, m.Connected):
@@ -427,6 +434,15 @@ class Coordinator:
                 self.fail(run, e, message.error.to_error())
         elif isinstance(message, m.Report):
             self._on_report(run, e, message)
+
+    def _take_answer(self, run: RefitRun, e: EngineRun) -> None:
+        if e.answer == "REFUSED":
+            e.outcome = e.engine.outcome
+            run.error = run.error or e.error
+        elif e.answer == ALREADY:
+            e.outcome = Outcome.READY.value
+        elif e.answer == "BEHIND":
+            e.outcome = Outcome.BEHIND.value
 
     def _note(self, member: Member, report: m.Report) -> None:
         engine = self.engines.get(member.join.engine)
@@ -499,6 +515,7 @@ class Coordinator:
         dropped: dict[int, list[str]] = {}
         for lane in run.lanes.values():
             if lane.engine is e:
+                run.group_waits.discard(lane.id)
                 dropped.setdefault(lane.sender, []).append(lane.id)
         for rank, lanes in dropped.items():
             self._to_sender(rank, m.DropLanes(refit=run.refit, lanes=tuple(lanes)))
@@ -508,6 +525,7 @@ class Coordinator:
                     self.fail(run, other, RefitAborted(f"cohort 'all': engine {e.name} failed", peer=e.name))
 
     def _fail_lane(self, run: RefitRun, lane_id: str, error: WeightBusError) -> None:
+        self._connected.pop(lane_id, None)
         lane = run.lanes.get(lane_id)
         if lane is not None and not lane.engine.committed:
             self.fail(run, lane.engine, error)
@@ -640,6 +658,8 @@ class Coordinator:
             serving = engine.serving()
             staged = all(x.join.stage for x in serving.values())
             e = run.engines[engine.name] = EngineRun(engine, driver, serving, staged)
+            fresh = engine.outcome == Outcome.READY.value and not engine.is_at(self.run_id, run.version)
+            e.answer = "OK" if fresh and not run.partial else ""
             if len({x.join.stage for x in serving.values()}) > 1:
                 raise ConfigError(
                     "the ranks of one engine have different stage=",
@@ -663,21 +683,13 @@ class Coordinator:
                 ),
             )
         limit = Deadline.after(self.config.stall_timeout_s + self.config.finish_timeout_s).min(run.deadline)
-        yield Wait(
-            lambda: run.error is not None or all(e.answer or e.outcome or e.error for e in run.engines.values()), limit
-        )
+        engines = run.engines.values()
+        yield Wait(lambda: run.error is not None or all(e.answer or e.outcome or e.error for e in engines), limit)
         self._raise(run)
-        for e in run.engines.values():
+        for e in engines:
             if not e.answer and not e.outcome and e.error is None:
                 e.answer = "SILENT"
                 self.fail(run, e, self._stalled(e, "offer"))
-            elif e.answer == "REFUSED" and e.error is not None:
-                e.outcome = e.engine.outcome
-                raise e.error
-            elif e.answer == ALREADY:
-                e.outcome = Outcome.READY.value
-            elif e.answer == "BEHIND":
-                e.outcome = Outcome.BEHIND.value
         if self.config.cohort == "all" and any(not e.staged for e in run.active()):
             raise ConfigError(
                 "cohort 'all' needs every engine staged",
@@ -774,7 +786,7 @@ class Coordinator:
             self._offer_ranks(run, e, plans, wires, e.links, full=False)
 
         def settled(e: EngineRun) -> bool:
-            return e.links <= {k for k, a in e.answers.items() if not a.need_plan}
+            return e.answered and e.links <= {k for k, a in e.answers.items() if not a.need_plan}
 
         def asking() -> list[tuple[EngineRun, bytes]]:
             return [(e, link) for e in run.active() for link, a in e.answers.items() if a.need_plan]
@@ -844,13 +856,19 @@ class Coordinator:
                     direct=tuple(a.lane for a in mine) if run.direct else (),
                 ),
             )
+        for e in run.active():
+            fed = [x.id for x in run.lanes.values() if x.engine is e]
+            if run.direct or all(answers[x].incarnation == self._connected.get(x) for x in fed):
+                self._send_begin(run, e)
         everyone = set(range(self.config.senders))
         limit = Deadline.after(CONNECT_S + self.config.stall_timeout_s).min(run.deadline)
         yield Wait(lambda: run.error is not None or (everyone <= run.connected and not run.group_waits), limit)
         self._raise(run)
         missing = everyone - run.connected
         for lane in run.lanes.values():
-            if lane.sender in missing and lane.engine.active:
+            if lane.sender not in missing and lane.engine.active and lane.id in answers:
+                self._connected[lane.id] = answers[lane.id].incarnation
+            elif lane.sender in missing and lane.engine.active:
                 self.fail(run, lane.engine, TransferTimeout("no connection in time", lane=lane.id, phase="connect"))
 
     def join_group(self, message: m.JoinGroup) -> None:
@@ -864,11 +882,15 @@ class Coordinator:
                 run.group_waits.add(lane)
                 self.hub.send(link, message)
 
+    def _send_begin(self, run: RefitRun, e: EngineRun) -> None:
+        if not e.staged and not e.begin_sent:
+            e.begin_sent = True
+            e.touch()
+            self.hub.send(e.driver.link, m.Begin(refit=run.refit))
+
     def _begin(self, run: RefitRun) -> Script:
         for e in run.active():
-            if not e.staged:
-                e.touch()
-                self.hub.send(e.driver.link, m.Begin(refit=run.refit))
+            self._send_begin(run, e)
         yield from self._wait_engines(run, lambda e: e.staged or e.begun, "begin")
 
     def _stream(self, run: RefitRun) -> Script:
