@@ -177,7 +177,13 @@ class EngineLoader(ABC):
 
 
 class EngineDriver(ABC):
-    """Driver side: the engine's steps, each at most once per refit."""
+    """Driver side: the engine's steps, each at most once per refit.
+
+    Attributes:
+        instant: True: all steps return at once and never wait for anything, so core runs them on its own thread.
+    """
+
+    instant: ClassVar[bool] = False
 
     @abstractmethod
     def begin(self, refit: Refit, deadline: Deadline) -> None:

@@ -154,6 +154,13 @@ def view_of(spec: TensorSpec, memory: torch.Tensor, offset: int) -> torch.Tensor
     return memory[offset : offset + spec.nbytes].view(spec.torch_dtype).view(spec.shape)
 
 
+def warm_up(device: torch.device) -> None:
+    """Compile the kernels of a CUDA device now."""
+    from weightbus import gpu  # CuPy, only where there is CUDA memory
+
+    gpu.warm_up(device)
+
+
 def direct_pieces(plan: Plan, tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
     """(offset, address, length) of each tensor of a direct refit's one virtual bucket."""
     return [(s.offset, tensors[s.tensor].data_ptr(), s.nbytes) for s in plan.buckets[0].segments]

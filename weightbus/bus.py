@@ -128,6 +128,7 @@ class WeightBus:
         bucket_bytes: SizeLike | None = None,
         slots: int = 2,
         lanes: str = "paired",
+        fanout: str = "star",
         cohort: str = "each",
         verify: str | bool = True,
         poison: bool = False,
@@ -155,6 +156,9 @@ class WeightBus:
             bucket_bytes: size of a bucket, bytes or text such as ``"512MiB"``; default 256 MiB, on CUDA 1 GiB.
             slots: buckets per side; 2 overlaps packing, transfer and load.
             lanes: ``"paired"``: receiver r is fed by sender r mod S; ``"broadcast"``: sender 0 feeds all.
+            fanout: rank 0: ``"star"``: a sender feeds each of its ranks itself; ``"chain"``: it feeds the first, and
+                each passes buckets on to the next as they arrive. A rank that leaves takes those behind it out of
+                this refit. Needs a backend that can forward (nixl, ucx).
             cohort: ``"each"``: healthy engines go on; ``"all"``: all or none, needs staging everywhere.
             verify: False or ``"off"``: no digests.
             poison: fill released slots with 0xA5.
@@ -182,6 +186,7 @@ class WeightBus:
             receivers=receivers,
             slots=slots,
             lanes=lanes,
+            fanout=fanout,
             cohort=cohort,
             verify=verify,
             bucket_bytes=bucket_bytes,
@@ -194,6 +199,9 @@ class WeightBus:
         token = security.resolve_token(token)
         loaded = _usable(load_backend(backend, backend_options), backend, where)
         check = verify not in (False, "off")
+        if fanout == "chain" and (direct or not loaded.capabilities.forward):
+            what = "direct=True has no buckets to pass on" if direct else f"backend {backend!r} cannot pass buckets on"
+            raise ConfigError(f"fanout='chain': {what}", advice="Use fanout='star'; 'nixl' and 'ucx' can do both.")
         if direct and not loaded.capabilities.pull:
             raise ConfigError(f"backend {backend!r} cannot pull", advice="direct=True needs 'local' or 'nixl'.")
         config = SenderConfig(
@@ -217,6 +225,7 @@ class WeightBus:
                     senders=senders,
                     receivers=receivers,
                     lanes=lanes,
+                    fanout=fanout,
                     slots=slots,
                     cohort=cohort,
                     verify=check,
@@ -572,7 +581,7 @@ class WeightBus:
                 raise LocalProtocolError("this bus receives; it cannot send", advice="Make one with WeightBus.sender.")
             if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version < 1 << 62:
                 raise ConfigError(f"version is {version!r}; it must be an integer from 0")
-            if timeout is None or not timeout > 0:
+            if not isinstance(timeout, (int, float)) or not timeout > 0:
                 raise ConfigError(f"timeout is {timeout!r}; it must be seconds above 0")
 
             def start() -> None:

@@ -14,7 +14,9 @@ from weightbus.errors import ConfigError
 from weightbus.plan import MAX_BUCKET_BYTES, MIN_BUCKET_BYTES
 
 SizeLike = int | str
-UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+MAX_RANKS = 65536
 DEFAULT_BUCKET_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
 
 
@@ -43,6 +45,8 @@ def device_of(device: str | torch.device | None) -> torch.device:
         found = torch.device(device or "cpu")
     except (RuntimeError, TypeError) as exc:
         raise ConfigError(f"{device!r} is not a device: {exc}", advice="Write 'cpu' or 'cuda:0'.") from exc
+    if found.type not in DEFAULT_BUCKET_BYTES:
+        raise ConfigError(f"no bucket can live on {device!r}", advice="Write 'cpu' or 'cuda:0'.")
     if found.type == "cuda":
         if not torch.cuda.is_available():
             raise ConfigError(
@@ -68,8 +72,13 @@ def host_id() -> str:
 
 
 def _positive(name: str, value: float | None, wrong: list[str]) -> None:
-    if value is None or isinstance(value, bool) or not value > 0:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
         wrong.append(f"{name} is {value!r}, it must be above 0")
+
+
+def _integer(name: str, value: int, low: int, high: int, wrong: list[str]) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        wrong.append(f"{name} is {value!r}, it must be an integer from {low} to {high}")
 
 
 def _size(name: str, value: SizeLike | None, low: int, high: int, wrong: list[str]) -> int | None:
@@ -110,6 +119,7 @@ def check_sender(
     receivers: int | None,
     slots: int,
     lanes: str,
+    fanout: str,
     cohort: str,
     verify: str | bool,
     bucket_bytes: SizeLike | None,
@@ -127,12 +137,13 @@ def check_sender(
         _address("bind", bind, wrong)
     else:
         _address("address", address, wrong)
-    if receivers is not None and receivers < 1:
-        wrong.append(f"receivers is {receivers}, it must be above 0")
-    if not 1 <= slots <= 64:
-        wrong.append(f"slots is {slots}, it must be 1 to 64")
+    if receivers is not None:
+        _integer("receivers", receivers, 1, MAX_RANKS, wrong)
+    _integer("slots", slots, 1, 64, wrong)
     if lanes not in ("paired", "broadcast"):
         wrong.append(f"lanes is {lanes!r}; known: paired, broadcast")
+    if fanout not in ("star", "chain"):
+        wrong.append(f"fanout is {fanout!r}; known: star, chain")
     if cohort not in ("each", "all"):
         wrong.append(f"cohort is {cohort!r}; known: each, all")
     if verify not in (True, False, "on", "off"):
@@ -150,7 +161,7 @@ def check_sender(
         or 0
     )
     here = {"cpu": ("max_host_bytes", max_host_bytes), "cuda": ("max_device_bytes", max_device_bytes)}[device.type]
-    _memory(here[1], here[0], size * slots, wrong)
+    _memory(here[1], here[0], size * slots if isinstance(slots, int) else 0, wrong)
     _refuse(wrong)
     return size
 
@@ -168,9 +179,10 @@ def check_receiver(
     """Refuse wrong settings of a receiver or driver, all at once."""
     wrong: list[str] = []
     _address("address", address, wrong)
-    if not engine or len(engine) > 200 or "/" in engine:
+    if not isinstance(engine, str) or not engine or len(engine) > 200 or "/" in engine:
         wrong.append(f"engine {engine!r} is no name (1 to 200 characters, no '/')")
-    if not (isinstance(ranks, int) and 1 <= ranks <= 65536) or (rank is not None and not 0 <= rank < ranks):
+    whole = isinstance(ranks, int) and 1 <= ranks <= MAX_RANKS
+    if not whole or not (rank is None or (isinstance(rank, int) and 0 <= rank < ranks)):
         wrong.append(f"rank {rank!r} of {ranks!r} ranks")
     if stage not in (None, "host", "device"):
         wrong.append(f"stage is {stage!r}; known: 'host', 'device', None")

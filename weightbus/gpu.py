@@ -6,6 +6,7 @@ device, the root over the leaf digests on the host. Algorithm: XXH3 for long inp
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -98,26 +99,44 @@ template <int MODE> __device__ void leaves(u8 *bucket, u64 used, Pieces p, u64 *
   for (int s = 0; s < 4; s++) key[s] = KEY[4 * s + group + lane];
   const u64 scramble = KEY[16 + lane], last = LAST[lane];
   u32 piece = MODE == DIGEST ? 0 : find(p, base);
-  for (int block = 0; block < 64; block++) {
-    const u64 start = base + block * 1024, mine = group * 64 + lane * 8;
-    u64 word[4];
+  const u64 mine = group * 64 + lane * 8;
+  u64 word[4], next[4];
+  u8 *to = 0, *next_to = 0;  // where a whole block of GATHER or SCATTER goes, once its words are here
+
+  // The next block is fetched while this one is digested.
+  auto fetch = [&](int block) {
+    const u64 start = base + block * 1024;
     bool whole = start + 1024 <= used;
     const u8 *from = bucket + start;
-    u8 *to = bucket + start;
+    next_to = 0;
     if (MODE != DIGEST && whole) {
       while (piece + 1 < p.count && p.off[piece + 1] <= start) piece++;
       u64 at = p.off[piece];
       whole = at <= start && at + p.len[piece] >= start + 1024 && (p.ptr[piece] & 7) == 0;
       u8 *other = (u8 *)(p.ptr[piece] + (start - at));
-      if (MODE == SCATTER) to = other; else from = other;
+      if (MODE == SCATTER) next_to = other; else from = other;
+      if (MODE == GATHER) next_to = bucket + start;
     }
     if (whole) {
-      for (int s = 0; s < 4; s++) word[s] = *(const u64 *)(from + s * 256 + mine);
-      if (MODE == GATHER || MODE == SCATTER) for (int s = 0; s < 4; s++) *(u64 *)(to + s * 256 + mine) = word[s];
+      #pragma unroll
+      for (int s = 0; s < 4; s++) next[s] = __ldcs((const u64 *)(from + s * 256 + mine));
     } else {
-      for (int s = 0; s < 4; s++) word[s] = odd_word<MODE>(bucket, start + s * 256 + mine, used, p);
+      next_to = 0;
+      for (int s = 0; s < 4; s++) next[s] = odd_word<MODE>(bucket, start + s * 256 + mine, used, p);
+    }
+  };
+  fetch(0);
+  for (int block = 0; block < 64; block++) {
+    #pragma unroll
+    for (int s = 0; s < 4; s++) word[s] = next[s];
+    to = next_to;
+    if (block < 63) fetch(block + 1);
+    if (MODE != DIGEST && to) {
+      #pragma unroll
+      for (int s = 0; s < 4; s++) __stcs((u64 *)(to + s * 256 + mine), word[s]);
     }
     u64 sum = 0, cross = 0;
+    #pragma unroll
     for (int s = 0; s < 4; s++) {
       u64 keyed = word[s] ^ (block == 63 && s == 3 && group == 3 ? last : key[s]);
       sum += (keyed & 0xffffffffull) * (keyed >> 32);
@@ -216,11 +235,21 @@ def warm_up(device: torch.device) -> None:
     digest(probe, LEAF_BYTES)
 
 
+@lru_cache(maxsize=64)
+def _stream(device: int, handle: int) -> Any:
+    """CuPy's view of a torch stream, which must outlive its use here: streams of torch's pools live for ever."""
+    cupy = _cupy()
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # its successor takes stream objects, not every torch has them
+        return cupy.cuda.ExternalStream(handle, device)
+
+
 def _launch(name: str, device: torch.device, blocks: int, args: tuple[Any, ...]) -> None:
     cupy = _cupy()
     index = device.index or 0
-    stream = cupy.cuda.ExternalStream(torch.cuda.current_stream(device).cuda_stream)
-    with cupy.cuda.Device(index), stream:
+    with cupy.cuda.Device(index), _stream(index, torch.cuda.current_stream(device).cuda_stream):
         _kernels(index)[name]((blocks,), (_THREADS,), args)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from weightbus.adapter import EngineLoader, Fault
 from weightbus.backend import Backend, Channel, Endpoint, GroupSpec, State
-from weightbus.bucket import DirectDigest, Unpacker
+from weightbus.bucket import DirectDigest, Unpacker, warm_up
 from weightbus.buffers import SlotPool
 from weightbus.control import messages as m
 from weightbus.deadline import Deadline
@@ -76,6 +76,10 @@ class RankSet:
         self._unpackers: dict[tuple[int, int], Unpacker] = {}
         self._stage = Stage(torch.device("cpu") if config.stage == "host" else device)
         self._pending: m.OfferRanks | None = None
+        if device.type == "cuda":
+            warm_up(device)
+        for lane in self.lanes:  # a backend's start-up belongs to set-up, not to the first refit
+            lane.open()
         self._releasing: list[tuple[Callable[[], bool], Callable[[], None]]] = []
         self._scatter = Scatter()
         self._digest = DirectDigest()
@@ -157,6 +161,19 @@ class RankSet:
 
         threading.Thread(target=enter, name="weightbus-connect", daemon=True).start()
 
+    def chain(self, message: m.Forward | m.Credit | m.DropLanes) -> None:
+        """What concerns the next receiver behind one of these lanes."""
+        for lane in self.lanes:
+            if self.run is None or lane.refit != bytes.fromhex(message.refit) or lane.endpoint is None:
+                continue
+            if isinstance(message, m.Credit):
+                lane.onward.credit(message.lane, message.bucket)
+            elif isinstance(message, m.DropLanes):
+                lane.onward.drop(message.lanes)
+            elif lane.id == message.lane:
+                verify = self.run.offer.verify
+                lane.onward.start(self._reactor, lane.endpoint, message, verify, lane.deadline, self._tell)
+
     def order(self, order: m.RankOrder) -> None:
         """The driver's word."""
         run = self.run
@@ -203,19 +220,18 @@ class RankSet:
                 if self.run is not None and self.run.aborted is None and not self.run.verified:
                     self.abort(self.run.offer.refit, exc, told=False)
                     moved = True
-        still = []
-        for ready, then in self._releasing:
+        pending, self._releasing = self._releasing, []
+        for ready, then in pending:
             if ready():
                 then()
                 moved = True
             else:
-                still.append((ready, then))
-        self._releasing = still
+                self._releasing.append((ready, then))
         return moved
 
     @property
     def polling(self) -> bool:
-        if self._releasing:
+        if self._releasing or not all(lane.onward.idle for lane in self.lanes):
             return True
         return self.run is not None and any(e.endpoint is not None and not e.endpoint.fds() for e in self.lanes)
 
@@ -384,6 +400,7 @@ class RankSet:
             self._prove(run)
         elif staged:
             yield from self._fill_stage(run, copies)
+            yield from self._released(run)
             self._check_paged_end(run)
         else:
             feed = self._feed(run)
@@ -421,13 +438,13 @@ class RankSet:
     def _pull(self, run: RankRun) -> Script:
         """Direct mode: read the sender's memory into the engine's, in one pass. Who owns the memory owns the operation."""
         (lane,) = self.lanes
-        yield Wait(lambda: lane.pull is not None or run.aborted is not None or run.dropped, run.deadline)
-        self._raise_if_over(run)
-        plan, endpoint, pull = lane.plan, lane.endpoint, lane.pull
-        if plan is None or endpoint is None or pull is None:
+        plan, endpoint = lane.plan, lane.endpoint
+        if plan is None or endpoint is None:
             raise RemoteProtocolError("direct mode without a plan", lane=lane.id, phase="stream")
         renamed = self._plans[plan.digest][1]
-        over = lambda: run.aborted is not None or run.dropped
+
+        def over() -> bool:
+            return run.aborted is not None or run.dropped
 
         def find() -> tuple[list[torch.Tensor], Callable[[], bool]]:
             tensors = self._loader.resident(renamed)
@@ -443,8 +460,11 @@ class RankSet:
         if job.error is not None:
             raise self._wrapped(job.error)
         tensors, ready = job.result
-        yield Wait(ready)
+        yield Wait(lambda: (lane.pull is not None and ready()) or over(), run.deadline)
         self._raise_if_over(run)
+        pull = lane.pull
+        if pull is None:
+            raise TransferTimeout("nothing was exported in time", lane=lane.id, phase="stream")
         run.touched = True
         start = time.monotonic()
         work = endpoint.post_read(pull.remote, tensors)
@@ -499,12 +519,26 @@ class RankSet:
                     self._take(run, lane, landed)
 
     def _take(self, run: RankRun, lane: InboundLane, landed: Landed) -> None:
-        """A bucket's slot is free again."""
+        """A bucket is used up here: its slot is free, once it has been passed on too."""
         lane.taken += 1
         run.bytes += landed.nbytes
         run.buckets += 1
-        lane.release(landed)
-        self._tell(m.Credit(refit=run.offer.refit, lane=lane.id, bucket=landed.index))
+        channel = lane.channel
+
+        def free() -> None:
+            if lane.channel is channel:
+                lane.release(landed)
+                self._tell(m.Credit(refit=run.offer.refit, lane=lane.id, bucket=landed.index))
+
+        if lane.onward.holds(landed.index):
+            self._releasing.append((lambda: not lane.onward.holds(landed.index), free))
+        else:
+            free()
+
+    def _released(self, run: RankRun) -> Script:
+        """Until every slot is free."""
+        yield Wait(lambda: not self._releasing or run.aborted is not None, run.deadline)
+        self._raise_if_over(run)
 
     def _raise_if_over(self, run: RankRun) -> None:
         if run.aborted is not None:

@@ -18,6 +18,7 @@ from weightbus.deadline import Deadline
 from weightbus.errors import DigestMismatch, RemoteProtocolError
 from weightbus.header import Header
 from weightbus.names import NameRule
+from weightbus.onward import Onward
 from weightbus.outbound import MAX_OPERATION_S
 from weightbus.plan import Plan, single_page
 
@@ -71,11 +72,20 @@ class InboundLane:
         self.aheads: list[m.HeaderAhead] = []
         self.group = ""  # id of the collective group that was entered last
         self.deadline = Deadline.after(None)  # of the refit
+        self.onward = Onward(backend.capabilities)
         self._backend, self._device, self._config = backend, device, config
 
     @property
     def shares(self) -> bool:
         return self._backend.capabilities.shares_memory
+
+    def open(self) -> Endpoint:
+        """This lane's endpoint, made where there is none: at set-up, or after `retire`."""
+        if self.endpoint is None:
+            spec = EndpointSpec(name=self.name, role="receive", device=self._device, host=self._config.host)
+            self.endpoint = self._backend.endpoint(spec)
+            self.key = os.urandom(LANE_KEY_BYTES)
+        return self.endpoint
 
     def prepare(self, lane: str, refit: str, slot_bytes: int, slots: int) -> None:
         """Be clean and have room for this refit; a lane that may still be written to is replaced.
@@ -86,25 +96,24 @@ class InboundLane:
         multicast = self._backend.capabilities.multicast
         alive = self.channel is not None and self.channel.error is None if slot_bytes else self.channel is None
         # a group's operation may have ended for its writer while a reader still waits in it
-        safe = (self.clean or (self.drained and not multicast)) and alive
-        if self.endpoint is not None and not (safe and self._fits(slot_bytes, slots)):
+        safe = (self.clean or (self.drained and not multicast)) and alive and self.onward.idle
+        if self.pool is not None and not (safe and self._fits(slot_bytes, slots)):
             self.retire()
-        if self.endpoint is None:
-            spec = EndpointSpec(name=self.name, role="receive", device=self._device, host=self._config.host)
-            self.endpoint = self._backend.endpoint(spec)
-            self.key = os.urandom(LANE_KEY_BYTES)
+        endpoint = self.open()
+        if self.pool is None:
             limit = self._config.max_host_bytes if self._device.type == "cpu" else self._config.max_device_bytes
-            self.pool = SlotPool(self.endpoint, slots, self._config.poison, limit)
+            self.pool = SlotPool(endpoint, slots, self._config.poison, limit)
             if not self.shares and slot_bytes:
                 self.pool.ensure(slot_bytes)
             if not multicast and slot_bytes:
-                self.channel = self.endpoint.listen(self.key, self.pool.regions)
+                self.channel = endpoint.listen(self.key, self.pool.regions)
         self.id, self.refit, self.clean, self.drained = lane, bytes.fromhex(refit), False, False
         self.ready.clear()
         self.pages.clear()
         self.aheads.clear()
         self.page_end, self.next_bucket, self.taken = None, 0, 0
         self.pull = self.pull_digest = None
+        self.onward.reset()
 
     def _fits(self, slot_bytes: int, slots: int) -> bool:
         if self.shares or self.pool is None or slot_bytes == 0:
@@ -115,6 +124,7 @@ class InboundLane:
         """Destroy this incarnation, the one fence against late writes. Closing may block: on a thread of its own."""
         endpoint, self.endpoint, self.channel, self.pool = self.endpoint, None, None, None
         self.ready.clear()
+        self.onward.forget()
         if self.unpacker is not None:
             self.unpacker = None
         if endpoint is not None:
@@ -139,6 +149,7 @@ class InboundLane:
                 self.channel.release(arrival)  # of a refit that is over
                 continue
             self._accept(header, arrival)
+        moved |= self.onward.tick()
         if self.channel.error is not None and not self.clean:
             raise self.channel.error
         return moved
@@ -161,6 +172,7 @@ class InboundLane:
                 advice="The transfer was cut short; send again.",
             )
         self.next_bucket += 1
+        self.onward.take(header, arrival)
         self.ready.append(Landed(header.bucket, arrival.region.tensor, arrival.nbytes, header, arrival))
 
     def expect(self, landed: Landed) -> None:
@@ -178,13 +190,14 @@ class InboundLane:
 
     def release(self, landed: Landed) -> None:
         if landed.arrival is not None and self.channel is not None:
-            if self.pool is not None and not self.shares:
+            if self.pool is not None and not self.shares and not self.onward.holds(landed.index):
                 self.pool.poison(landed.arrival.slot) if landed.arrival.slot < len(self.pool.regions) else None
             self.channel.release(landed.arrival)
             landed.arrival = None
 
     def forget(self) -> None:
         """Let go of everything that has landed and is not being read."""
+        self.onward.stop()
         while self.ready:
             self.release(self.ready.popleft())
 

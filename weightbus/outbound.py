@@ -59,6 +59,7 @@ class Outbound:
         quiet: whether a lane's reader said that it no longer touches memory of this refit.
         header_ahead: called before posting where the backend cannot carry headers.
         deadline: of the refit; what is left of it bounds each operation.
+        behind: lanes that get these buckets from a reader of this channel.
     """
 
     def __init__(
@@ -72,9 +73,10 @@ class Outbound:
         quiet: Callable[[str], bool],
         header_ahead: Callable[[str, int, int, bytes], None],
         deadline: Deadline,
+        behind: tuple[str, ...] = (),
     ) -> None:
         self.refit, self.link, self.slots = refit, link, slots
-        self._deadline = deadline
+        self.behind, self._deadline = behind, deadline
         self._left: tuple[str, ...] = ()  # members of the group that others of it wait for in vain
         self._stall_s, self._quiet = stall_timeout_s, quiet
         self._moved_s = time.monotonic()

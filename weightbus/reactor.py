@@ -25,6 +25,8 @@ log = logging.getLogger("weightbus")
 
 IDLE_POLL_MS = 50
 BUSY_SLEEP_S = 30e-6
+SPIN_S = 500e-6  # after an event the next is awaited awake: waking a thread costs more than most answers take
+SPIN_CORES = 4  # but not where the core is wanted for packing and loading
 NEVER = Deadline.after(None)
 
 
@@ -65,6 +67,7 @@ class Reactor:
         self._services: list[Service] = []
         self._scripts: list[tuple[Script, Wait]] = []
         self._stop = False
+        self._spin_s = SPIN_S if len(os.sched_getaffinity(0)) >= SPIN_CORES else 0.0
         self._pid = os.getpid()
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"weightbus-{name}", daemon=True)
@@ -185,6 +188,7 @@ class Reactor:
     def _run(self) -> None:
         poller = zmq.Poller()
         watched: list[Any] = []
+        last_s = 0.0
         try:
             while not self._stop:
                 moved = self._pass()
@@ -197,11 +201,13 @@ class Reactor:
                         poller.register(source, zmq.POLLIN)
                 polling = any(service.polling for service in self._services)
                 if moved or self._calls:
+                    last_s = time.monotonic()
                     continue
-                events = poller.poll(0 if polling else IDLE_POLL_MS)
+                awake = time.monotonic() - last_s < self._spin_s
+                events = poller.poll(0 if polling or awake else IDLE_POLL_MS)
                 if any(source == self._wake for source, _ in events):
                     os.eventfd_read(self._wake)
-                elif polling and not events:
+                elif polling and not events and not awake:
                     time.sleep(BUSY_SLEEP_S)
         except BaseException as exc:
             if not self._stop:

@@ -218,6 +218,8 @@ class MemberSide:
             ranks.join_group(message)
         elif isinstance(message, (m.Page, m.PageEnd, m.HeaderAhead, m.Pull, m.PullDigest)):
             ranks.page(message)
+        elif isinstance(message, (m.Forward, m.Credit, m.DropLanes)):
+            ranks.chain(message)
         elif isinstance(message, m.Drained):
             ranks.drained(message.refit, message.lane)
 
@@ -300,7 +302,7 @@ class MemberSide:
         if error is None and not (report.outcome == "READY" and report.version == offered):
             error = EngineError(f"the engine is {report.outcome}({report.version})", peer=self._config.engine)
         seconds = dict(run.seconds) if run is not None else {}
-        rank_run = self._last_rank_run
+        rank_run = (self.ranks.run if self.ranks is not None else None) or self._last_rank_run
         if rank_run is None or run is None or rank_run.offer.refit != run.offer.refit:
             rank_run = None
         self.jobs.end(

@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from weightbus.backend import Backend, Endpoint, EndpointSpec, GroupSpec
-from weightbus.bucket import DirectDigest, GatherTables
+from weightbus.bucket import DirectDigest, GatherTables, warm_up
 from weightbus.buffers import SlotPool
 from weightbus.control import messages as m
 from weightbus.deadline import Deadline
@@ -112,6 +112,10 @@ class SenderSide:
         self._told: int | None = None
         self._cache = SourceCache()
         self._groups = 0
+        if config.device.type == "cuda":  # kernels and buckets at set-up: the first refit does not pay for them
+            warm_up(config.device)
+            if not config.direct:
+                self._pool.ensure(config.bucket_bytes // 16 * 16)
         reactor.add(self)
 
     # ---- the caller's thread
@@ -233,16 +237,17 @@ class SenderSide:
         tensors = list(opened.iterate(plan.manifest))
         self._refuse_strided(plan, tensors)
         ready = current_event(tensors)
+        limit_s = max(1.0, run.deadline.remaining_s(at_most=600))
+        remote = self._reactor.call(lambda: self.endpoint.export(tensors), timeout_s=limit_s)
         self._reactor.wait(lambda: (run.go and ready()) or call.over, run.deadline)
         if call.over:
             return
 
-        def export() -> None:
-            remote = self.endpoint.export(tensors)
+        def pull() -> None:
             for lane in message.direct:
                 self._tell(m.Pull(refit=run.refit, lane=lane, remote=remote))
 
-        self._reactor.call(export, timeout_s=max(1.0, run.deadline.remaining_s(at_most=600)))
+        self._reactor.submit(pull)
         run.buckets, run.bytes = len(plan.buckets), plan.wire_bytes
         if self._config.verify:
             start = time.perf_counter()
@@ -282,7 +287,7 @@ class SenderSide:
     def _source_end(self, run: SendRun) -> None:
         if run.plan is None:
             for outbound in run.outbounds:
-                for lane in outbound.link.lanes:
+                for lane in (*outbound.link.lanes, *outbound.behind):
                     self._tell(
                         m.PageEnd(refit=run.refit, lane=lane, buckets=run.buckets, tensors=len(run.manifest_out))
                     )
@@ -400,7 +405,7 @@ class SenderSide:
     def _prepare(self, call: _Send, message: m.SendPlan) -> Script:
         yield Wait(lambda: not self._draining, Deadline.after(QUIET_S))
         for outbound in self._draining:  # its own operation will not end: the lane is retired without DRAINED
-            self._channels.pop(outbound.link.lanes, None)
+            self._give_up(outbound)
         failed: dict[str, WeightBusError] = {}
         plan = self._plan_of(message)
         need = plan.capacity_bytes if plan is not None else self._config.bucket_bytes // 16 * 16
@@ -428,6 +433,7 @@ class SenderSide:
                 self._is_quiet(message.refit),
                 self._header_ahead(message.refit),
                 Deadline.after(message.timeout_s),
+                spec.behind,
             )
             for spec in message.outbound
             if not failed.keys() & set(spec.lanes)
@@ -469,7 +475,7 @@ class SenderSide:
     def _page_out(self, refit: str, outbounds: list[Outbound]) -> Callable[[PageOut], None]:
         def out(page: PageOut) -> None:
             for outbound in outbounds:
-                for lane in outbound.lanes:
+                for lane in (*outbound.lanes, *(outbound.behind if outbound.lanes else ())):
                     self._tell(
                         m.Page(
                             refit=refit,
@@ -498,9 +504,13 @@ class SenderSide:
             else [None] * len(specs)
         )
 
-        def connect() -> None:
+        def close_stale() -> None:
             for old in stale:
                 old.channel.close()
+
+        def connect() -> None:
+            if not any(groups):
+                close_stale()
             for spec, group in zip(specs, groups, strict=True):
                 try:
                     if group is not None:
@@ -514,6 +524,8 @@ class SenderSide:
                     error = exc if isinstance(exc, WeightBusError) else ConnectError(f"{type(exc).__name__}: {exc}")
                     error.lane, error.phase = error.lane or "+".join(spec.lanes), error.phase or "connect"
                     failed.update(dict.fromkeys(spec.lanes, error))
+            if any(groups):  # not before: a reader that has not left the old group yet would take it for a loss
+                close_stale()
             finished.append(True)
             self._reactor.wake()
 
@@ -576,7 +588,16 @@ class SenderSide:
                 for lane in outbound.link.lanes:
                     self._tell(m.Drained(refit=outbound.refit, lane=lane))
                 self._draining.remove(outbound)
+                if self._backend.capabilities.multicast:
+                    self._give_up(outbound)  # its readers may be in operations that will not come
         return moved | self._pool.sweep()
+
+    def _give_up(self, outbound: Outbound) -> None:
+        known = self._channels.get(outbound.link.lanes)
+        if known is outbound.link:
+            del self._channels[outbound.link.lanes]
+            if self._backend.capabilities.multicast:
+                threading.Thread(target=known.channel.close, name="weightbus-retire", daemon=True).start()
 
     @property
     def polling(self) -> bool:

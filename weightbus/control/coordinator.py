@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import attrs
@@ -136,6 +137,7 @@ class LaneRun:
     engine: EngineRun
     rank: int
     sender: int
+    upstream: str = ""  # the lane whose reader feeds this one, in a chain
     credited: int = 0
 
 
@@ -144,6 +146,7 @@ class CoordinatorConfig:
     senders: int = 1
     receivers: int | None = None
     lanes: str = "paired"
+    fanout: str = "star"
     slots: int = 2
     cohort: str = "each"
     verify: bool = True
@@ -291,7 +294,7 @@ class Coordinator:
                     phase="join",
                     advice="Give every rank of an engine the same ranks=.",
                 )
-            if any(not 0 <= r < join.world for r in join.serves) or not join.engine:
+            if join.world < 1 or any(not 0 <= r < join.world for r in join.serves) or not join.engine:
                 return ConfigError(f"ranks {join.serves} of {join.world}", peer=join.member, phase="join")
         if join.serves or join.sender_rank >= 0:
             return self._refuse_backend(join)
@@ -421,12 +424,14 @@ class Coordinator:
             e.answers[member.link] = message
         elif isinstance(message, m.Connected):
             run.group_waits.discard(message.lane)
-            for wire in message.failed.values():
-                self.fail(run, e, wire.to_error())
+            for lane, wire in message.failed.items():
+                self._fail_lane(run, lane, wire.to_error())
+        elif isinstance(message, m.LaneFailed):
+            self._fail_lane(run, message.lane, message.error.to_error())
         elif isinstance(message, m.Begun):
             e.begun = True
         elif isinstance(message, m.Credit):
-            self._credit(run, message)
+            self._credit(run, e, message)
         elif isinstance(message, m.Complete):
             e.completes[member.link] = message
         elif isinstance(message, m.RankFailed):
@@ -466,12 +471,12 @@ class Coordinator:
         r = e.report
         return r is not None and r.outcome == "READY" and (r.run_id, r.version) == (self.run_id, run.version)
 
-    def _credit(self, run: RefitRun, credit: m.Credit) -> None:
+    def _credit(self, run: RefitRun, e: EngineRun, credit: m.Credit) -> None:
         lane = run.lanes.get(credit.lane)
-        if lane is None:
+        if lane is None or lane.engine is not e:  # nobody frees a slot that another reads
             return
         lane.credited = max(lane.credited, credit.bucket + 1)
-        self._to_sender(lane.sender, credit)
+        self._to_writer(lane, credit)
         slowest = min((x.credited for x in run.lanes.values() if x.engine.active), default=0)
         if slowest > run.paced:
             run.paced = slowest
@@ -485,6 +490,12 @@ class Coordinator:
             self._to_local(message)
         elif rank in self.senders:
             self.hub.send(self.senders[rank].link, message)
+
+    def _to_writer(self, lane: LaneRun, message: object) -> None:
+        if lane.upstream:
+            self.hub.send(self._lane_home[lane.upstream][0], message)
+        else:
+            self._to_sender(lane.sender, message)
 
     def _to_sender_of(self, lane: str, message: object) -> None:
         home = self._lane_home.get(lane)
@@ -512,17 +523,30 @@ class Coordinator:
             links.add(e.driver.link)
         for link in links:
             self.hub.send(link, abort)
-        dropped: dict[int, list[str]] = {}
         for lane in run.lanes.values():
             if lane.engine is e:
                 run.group_waits.discard(lane.id)
-                dropped.setdefault(lane.sender, []).append(lane.id)
-        for rank, lanes in dropped.items():
-            self._to_sender(rank, m.DropLanes(refit=run.refit, lanes=tuple(lanes)))
+                self._to_writer(lane, m.DropLanes(refit=run.refit, lanes=(lane.id,)))
+        if not e.complete:
+            self._fail_behind(run, e)
         if self.config.cohort == "all":
             for other in run.active():
                 if not other.committed:
                     self.fail(run, other, RefitAborted(f"cohort 'all': engine {e.name} failed", peer=e.name))
+
+    def _fail_behind(self, run: RefitRun, e: EngineRun) -> None:
+        """Those that `e` passes buckets on to get no more."""
+        mine = {lane.id for lane in run.lanes.values() if lane.engine is e}
+        for lane in run.lanes.values():
+            other = lane.engine
+            if lane.upstream in mine and other.active and not other.complete and not other.committed:
+                error = PeerLost(
+                    f"{e.name}, which feeds it, left the chain",
+                    peer=e.name,
+                    lane=f"{lane.upstream.partition('->')[2]}->{other.name}/{lane.rank}",
+                    advice="Send again: the next refit plans the chain without it.",
+                )
+                self.fail(run, other, error)
 
     def _fail_lane(self, run: RefitRun, lane_id: str, error: WeightBusError) -> None:
         self._connected.pop(lane_id, None)
@@ -819,17 +843,28 @@ class Coordinator:
                 self.fail(run, e, wire.to_error())
             elif not settled(e):
                 self.fail(run, e, self._stalled(e, "check"))
+            elif unreachable := sorted(
+                {x.id for x in run.lanes.values() if x.engine is e} - set(self._answers(run, e))
+            ):
+                what = f"no address came for {', '.join(unreachable)}"
+                self.fail(run, e, RemoteProtocolError(what, peer=e.name, phase="check"))
         return plans, wires
+
+    def _answers(self, run: RefitRun, e: EngineRun) -> dict[str, m.LaneAnswer]:
+        """Where the lanes of this engine are, by its own word."""
+        given = [a for answer in e.answers.values() for a in answer.lanes if a.lane in run.lanes]
+        return {a.lane: a for a in given if run.lanes[a.lane].engine is e}
 
     def _connect(self, run: RefitRun, planned: tuple[Sequence[Plan], Sequence[m.PlanWire]]) -> Script:
         plans, wires = planned
-        answers = {a.lane: a for e in run.active() for answer in e.answers.values() for a in answer.lanes}
+        answers = {lane: a for e in run.active() for lane, a in self._answers(run, e).items()}
         multicast = self._backend.capabilities.multicast
         for rank in range(self.config.senders):
             mine = [
                 answers[x.id] for x in run.lanes.values() if x.sender == rank and x.engine.active and x.id in answers
             ]
-            specs = [] if run.direct else [mine] if multicast and mine else [[a] for a in mine]
+            together = (multicast or self.config.fanout == "chain") and mine
+            specs = [] if run.direct else [mine] if together else [[a] for a in mine]
             digest = plans[rank].digest if plans else 0
             told = rank > 0 and self._told_plans.get(rank) == digest
             self._told_plans[rank] = digest
@@ -843,16 +878,7 @@ class Coordinator:
                     plan_digest=digest,
                     manifest=plans[rank].manifest if plans and not told else None,
                     plan=wires[rank] if plans and not told else None,
-                    outbound=tuple(
-                        m.LaneSpec(
-                            lanes=tuple(a.lane for a in spec),
-                            keys=tuple(a.key for a in spec),
-                            incarnations=tuple(a.incarnation for a in spec),
-                            addresses=tuple(a.address for a in spec),
-                            slots=self.config.slots,
-                        )
-                        for spec in specs
-                    ),
+                    outbound=tuple(self._spec(spec) if multicast else self._chain(run, spec) for spec in specs),
                     direct=tuple(a.lane for a in mine) if run.direct else (),
                 ),
             )
@@ -866,21 +892,48 @@ class Coordinator:
         self._raise(run)
         missing = everyone - run.connected
         for lane in run.lanes.values():
-            if lane.sender not in missing and lane.engine.active and lane.id in answers:
+            up = lane.sender not in missing and lane.id not in run.group_waits
+            if up and lane.engine.active and lane.id in answers:
                 self._connected[lane.id] = answers[lane.id].incarnation
-            elif lane.sender in missing and lane.engine.active:
+            elif (lane.sender in missing or lane.id in run.group_waits) and lane.engine.active:
                 self.fail(run, lane.engine, TransferTimeout("no connection in time", lane=lane.id, phase="connect"))
+
+    def _spec(self, answers: Sequence[m.LaneAnswer], behind: Sequence[m.LaneAnswer] = ()) -> m.LaneSpec:
+        return m.LaneSpec(
+            lanes=tuple(a.lane for a in answers),
+            keys=tuple(a.key for a in answers),
+            incarnations=tuple(a.incarnation for a in answers),
+            addresses=tuple(a.address for a in answers),
+            slots=self.config.slots,
+            behind=tuple(a.lane for a in behind),
+        )
+
+    def _chain(self, run: RefitRun, answers: Sequence[m.LaneAnswer]) -> m.LaneSpec:
+        """The first lane is the sender's; each of the others hangs behind the one before it."""
+        for hop, (before, after) in enumerate(pairwise(answers), start=1):
+            run.lanes[after.lane].upstream = before.lane
+            run.group_waits.add(after.lane)
+            self.hub.send(
+                self._lane_home[before.lane][0],
+                m.Forward(
+                    refit=run.refit,
+                    lane=before.lane,
+                    spec=self._spec([after]),
+                    # the hop nearest to a reader that has stopped shall be the first to give up
+                    stall_timeout_s=self.config.stall_timeout_s * (1 - 0.5 * hop / len(answers)),
+                ),
+            )
+        return self._spec(answers[:1], answers[1:])
 
     def join_group(self, message: m.JoinGroup) -> None:
         """From the sender of a collective: its readers shall enter the rendezvous now."""
         run = self.run
         if run is None:
             return
-        for lane in message.members[1:]:
-            if lane in run.lanes:
-                link = self._lane_home[lane][0]
-                run.group_waits.add(lane)
-                self.hub.send(link, message)
+        lanes = [lane for lane in message.members[1:] if lane in run.lanes]
+        run.group_waits.update(lanes)
+        for link in {self._lane_home[lane][0] for lane in lanes}:  # once a process, whatever it serves
+            self.hub.send(link, message)
 
     def _send_begin(self, run: RefitRun, e: EngineRun) -> None:
         if not e.staged and not e.begin_sent:
@@ -956,6 +1009,7 @@ class Coordinator:
                     e.outcome = Outcome.UNKNOWN.value
                     e.engine.outcome = e.outcome
                     e.error = e.error or TransferTimeout("no report of the driver in time", peer=e.name, phase="finish")
+                    run.first_error = run.first_error or e.error
         outcomes = {e.name: self._text(run, e) for e in run.engines.values()}
         current = [e for e in run.engines.values() if self._is_current(run, e)]
         for engine in self.engines.values():

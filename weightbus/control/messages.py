@@ -195,6 +195,7 @@ class LaneSpec:
     incarnations: tuple[str, ...]
     addresses: tuple[bytes, ...]
     slots: int
+    behind: tuple[str, ...] = ()  # lanes that get the same buckets from a reader of this one (chain)
 
 
 @attrs.frozen(kw_only=True)
@@ -365,6 +366,19 @@ class JoinGroup:
     key: bytes = attrs.field(validator=_key)
     address: bytes = attrs.field(validator=_address)
     timeout_s: float
+
+
+@attrs.frozen(kw_only=True)
+class Forward:
+    """Coordinator to a rank: pass on what arrives on `lane`, to `spec`; then answer Connected for the lane of `spec`.
+
+    Credits and DropLanes of that lane come to this rank.
+    """
+
+    refit: str
+    lane: str
+    spec: LaneSpec
+    stall_timeout_s: float
 
 
 @attrs.frozen(kw_only=True)
@@ -559,6 +573,7 @@ KINDS: tuple[type[Any], ...] = (
     RankHello,
     RankState,
     RankOrder,
+    Forward,
 )
 _CODE = {cls: code for code, cls in enumerate(KINDS)}
 _encoder = msgspec.msgpack.Encoder()
@@ -583,7 +598,7 @@ def decode(frame: bytes) -> Any:
         decoder = _decoders[frame[0]] = msgspec.msgpack.Decoder(KINDS[frame[0]])
     try:
         return decoder.decode(memoryview(frame)[1:])
-    except (msgspec.DecodeError, ValueError, TypeError) as exc:
+    except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as exc:
         raise RemoteProtocolError(
             f"a malformed {KINDS[frame[0]].__name__}: {exc}", advice="Run the same weightbus on both sides."
         ) from exc

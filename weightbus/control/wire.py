@@ -73,9 +73,13 @@ class Hub:
             self._socket.bind(f"tcp://{_bracket(host)}:{port or '*'}")
         except zmq.ZMQError as exc:
             self.close()
-            raise ConfigError(
-                f"cannot bind {bind}: {exc}", advice="Another process has this port: use port 0, or a free one."
-            ) from exc
+            taken = exc.errno == zmq.EADDRINUSE
+            advice = (
+                "Another process has this port: use port 0, or a free one."
+                if taken
+                else "Bind an address of this host, or 0.0.0.0 for all of them with advertise= for the others."
+            )
+            raise ConfigError(f"cannot bind {bind}: {exc}", advice=advice) from exc
         except ConfigError:
             self.close()
             raise
@@ -119,6 +123,9 @@ class Hub:
                 self._on_message(link, messages.decode(frames[0]))
             except RemoteProtocolError as exc:
                 log.warning("dropped a member that breaks the protocol: %s", exc)
+                self._lose(link)
+            except Exception as exc:  # what one member says must not end the thread that serves all
+                log.exception("dropped a member whose message broke this side", exc_info=exc)
                 self._lose(link)
         now = time.monotonic()
         if now >= self._next_ping:
@@ -209,6 +216,8 @@ class Link:
                     self._on_message(messages.decode(frame))
                 except RemoteProtocolError as exc:
                     log.warning("dropped a control message: %s", exc)
+                except Exception as exc:
+                    log.exception("dropped a control message that broke this side", exc_info=exc)
         return moved
 
     def _watch(self) -> bool:
