@@ -266,3 +266,8 @@ class Unpacker:
     def reset(self) -> None:
         """Drop what a refit left half assembled."""
         self._assembly.clear()
+
+    def forget(self) -> None:
+        """Let go of all memory: the views too, which would keep slots and stage that are gone."""
+        self._assembly.clear()
+        self._views.clear()

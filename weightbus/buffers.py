@@ -66,6 +66,10 @@ class SlotPool:
         self._check(old.nbytes * self.count)
         self.regions[index] = self.endpoint.allocate(old.nbytes)
 
+    def forget(self) -> None:
+        """Let go of all regions; the endpoint is closed."""
+        self.regions, self._quarantine = [], []
+
     def sweep(self) -> bool:
         """Give back what has become safe."""
         kept = []

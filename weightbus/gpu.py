@@ -88,70 +88,80 @@ template <int MODE> __device__ u64 odd_word(u8 *bucket, u64 at, u64 used, const 
   return word;
 }
 
-// One warp a leaf; thread t has lane t & 7 of stripes (t >> 3) + 4 s of each 1 KiB block. Within a block the additions
-// commute, so partial sums are reduced over the four stripe groups once a block, then scrambled.
+// One warp a leaf; a thread has two neighbouring lanes (16 bytes) of stripe `group` and of stripe 8 + `group` of each
+// 1 KiB block. Within a block the additions commute, so partial sums are reduced over the groups once a block, then
+// scrambled. Two blocks are under way.
 template <int MODE> __device__ void leaves(u8 *bucket, u64 used, Pieces p, u64 *out) {
-  const u64 leaf = (u64)(blockIdx.x * blockDim.x + threadIdx.x) / 32;
+  const u64 leaf = ((u64)blockIdx.x * blockDim.x + threadIdx.x) / 32;
   if (leaf >= (used + 65535) / 65536) return;
-  const u32 t = threadIdx.x & 31, lane = t & 7, group = t >> 3;
-  const u64 base = leaf * 65536;
-  u64 acc = INIT[lane], key[4];
-  for (int s = 0; s < 4; s++) key[s] = KEY[4 * s + group + lane];
-  const u64 scramble = KEY[16 + lane], last = LAST[lane];
+  const u32 t = threadIdx.x & 31, q = t & 3, group = t >> 2;
+  const u64 base = leaf * 65536, mine = group * 64 + q * 16;
+  u64 a0 = INIT[2 * q], a1 = INIT[2 * q + 1];
+  const u64 k00 = KEY[group + 2 * q], k01 = KEY[group + 2 * q + 1], s0 = KEY[16 + 2 * q], s1 = KEY[17 + 2 * q];
+  u64 k10 = KEY[8 + group + 2 * q], k11 = KEY[9 + group + 2 * q];
   u32 piece = MODE == DIGEST ? 0 : find(p, base);
-  const u64 mine = group * 64 + lane * 8;
-  u64 word[4], next[4];
-  u8 *to = 0, *next_to = 0;  // where a whole block of GATHER or SCATTER goes, once its words are here
+  ulonglong2 word[2][2];
+  u8 *to[2];  // where a whole block of GATHER or SCATTER goes, once its words are here
 
-  // The next block is fetched while this one is digested.
-  auto fetch = [&](int block) {
+  auto fetch = [&](int block, ulonglong2 *w, u8 *&target) {
     const u64 start = base + block * 1024;
     bool whole = start + 1024 <= used;
     const u8 *from = bucket + start;
-    next_to = 0;
+    target = 0;
     if (MODE != DIGEST && whole) {
       while (piece + 1 < p.count && p.off[piece + 1] <= start) piece++;
       u64 at = p.off[piece];
-      whole = at <= start && at + p.len[piece] >= start + 1024 && (p.ptr[piece] & 7) == 0;
       u8 *other = (u8 *)(p.ptr[piece] + (start - at));
-      if (MODE == SCATTER) next_to = other; else from = other;
-      if (MODE == GATHER) next_to = bucket + start;
+      whole = at <= start && at + p.len[piece] >= start + 1024 && ((u64)other & 15) == 0;
+      if (MODE != SCATTER) from = other;
+      if (whole && MODE == SCATTER) target = other;
+      if (whole && MODE == GATHER) target = bucket + start;
     }
     if (whole) {
-      #pragma unroll
-      for (int s = 0; s < 4; s++) next[s] = __ldcs((const u64 *)(from + s * 256 + mine));
+      w[0] = __ldcs((const ulonglong2 *)(from + mine));
+      w[1] = __ldcs((const ulonglong2 *)(from + 512 + mine));
     } else {
-      next_to = 0;
-      for (int s = 0; s < 4; s++) next[s] = odd_word<MODE>(bucket, start + s * 256 + mine, used, p);
+      for (int i = 0; i < 2; i++) {
+        w[i].x = odd_word<MODE>(bucket, start + i * 512 + mine, used, p);
+        w[i].y = odd_word<MODE>(bucket, start + i * 512 + mine + 8, used, p);
+      }
     }
   };
-  fetch(0);
-  for (int block = 0; block < 64; block++) {
+  fetch(0, word[0], to[0]);
+  fetch(1, word[1], to[1]);
+  #pragma unroll 1
+  for (int pair = 0; pair < 64; pair += 2) {
     #pragma unroll
-    for (int s = 0; s < 4; s++) word[s] = next[s];
-    to = next_to;
-    if (block < 63) fetch(block + 1);
-    if (MODE != DIGEST && to) {
+    for (int i = 0; i < 2; i++) {
+      const int block = pair + i;
+      const ulonglong2 x = word[i][0], y = word[i][1];
+      u8 *target = to[i];
+      if (block < 62) fetch(block + 2, word[i], to[i]);
+      if ((MODE == GATHER || MODE == SCATTER) && target) {
+        __stcs((ulonglong2 *)(target + mine), x);
+        __stcs((ulonglong2 *)(target + 512 + mine), y);
+      }
+      if (block == 63 && group == 7) { k10 = LAST[2 * q]; k11 = LAST[2 * q + 1]; }
+      const u64 v0 = x.x ^ k00, v1 = x.y ^ k01, w0 = y.x ^ k10, w1 = y.y ^ k11;
+      u64 p0 = (v0 & 0xffffffffull) * (v0 >> 32) + x.y + (w0 & 0xffffffffull) * (w0 >> 32) + y.y;
+      u64 p1 = (v1 & 0xffffffffull) * (v1 >> 32) + x.x + (w1 & 0xffffffffull) * (w1 >> 32) + y.x;
       #pragma unroll
-      for (int s = 0; s < 4; s++) __stcs((u64 *)(to + s * 256 + mine), word[s]);
+      for (int far = 4; far < 32; far *= 2) {
+        p0 += __shfl_xor_sync(~0u, p0, far);
+        p1 += __shfl_xor_sync(~0u, p1, far);
+      }
+      a0 += p0;
+      a1 += p1;
+      if (block < 63) {
+        a0 ^= a0 >> 47; a0 ^= s0; a0 *= 2654435761ull;
+        a1 ^= a1 >> 47; a1 ^= s1; a1 *= 2654435761ull;
+      }
     }
-    u64 sum = 0, cross = 0;
-    #pragma unroll
-    for (int s = 0; s < 4; s++) {
-      u64 keyed = word[s] ^ (block == 63 && s == 3 && group == 3 ? last : key[s]);
-      sum += (keyed & 0xffffffffull) * (keyed >> 32);
-      cross += word[s];
-    }
-    sum += __shfl_xor_sync(~0u, cross, 1);
-    sum += __shfl_xor_sync(~0u, sum, 8);
-    sum += __shfl_xor_sync(~0u, sum, 16);
-    acc += sum;
-    if (block < 63) { acc ^= acc >> 47; acc ^= scramble; acc *= 2654435761ull; }
   }
-  u64 a = acc ^ MERGE[lane], b = __shfl_xor_sync(~0u, a, 1);
-  u64 fold = (a * b) ^ __umul64hi(a, b);
+  const u64 m0 = a0 ^ MERGE[2 * q], m1 = a1 ^ MERGE[2 * q + 1];
+  u64 fold = (m0 * m1) ^ __umul64hi(m0, m1);
+  fold += __shfl_xor_sync(~0u, fold, 1);
   fold += __shfl_xor_sync(~0u, fold, 2);
-  fold += __shfl_xor_sync(~0u, fold, 4);
   if (t == 0) {
     u64 h = 65536ull * 11400714785074694791ull + fold;
     h ^= h >> 37; h *= 0x165667919e3779f9ull; h ^= h >> 32;

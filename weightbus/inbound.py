@@ -67,6 +67,7 @@ class RankSet:
         self.engine, self.ranks = engine, tuple(ranks)
         self.lanes = [InboundLane(r, f"{engine}/{r}", backend, device, config) for r in ranks]
         self.run: RankRun | None = None
+        self.last: RankRun | None = None  # the newest refit that was accepted
         self.verified_refit = ""
         self.rules = loader.rules()
         self._reactor, self._loader, self._device, self._config = reactor, loader, device, config
@@ -255,7 +256,7 @@ class RankSet:
             refusal = AlignmentError(f"refused the offer: {detail}", phase="check")
             self._on_end(run, answer.error.to_error() if answer.error else refusal)
             return
-        self.run = run
+        self.run = self.last = run
         error: WeightBusError | None = None
         try:
             yield from self._stream(run)
@@ -302,7 +303,10 @@ class RankSet:
         try:
             answers = []
             for lane, wanted, plan in zip(self.lanes, offer.lanes, plans, strict=True):
+                before = lane.endpoint
                 lane.prepare(wanted.lane, offer.refit, wanted.slot_bytes, wanted.slots)
+                if before is not None and lane.endpoint is not before:
+                    self._forget_views()
                 lane.plan = plan
                 lane.unpacker = None if plan is None else self._unpacker(lane.rank, plan)
                 if lane.endpoint is None:
@@ -314,6 +318,11 @@ class RankSet:
             return m.RanksAnswer(refit=offer.refit, lanes=tuple(answers))
         except WeightBusError as exc:
             return m.RanksAnswer(refit=offer.refit, error=m.WireError.of(exc, f"{self.engine}/{self.ranks[0]}"))
+
+    def _forget_views(self) -> None:
+        """Lanes are about to be replaced: no view of old slots may keep them."""
+        for unpacker in self._unpackers.values():
+            unpacker.forget()
 
     def _unpacker(self, rank: int, plan: Plan) -> Unpacker:
         key = (rank, plan.digest)
@@ -698,7 +707,8 @@ class RankSet:
         self.run = None
         for lane in self.lanes:
             lane.forget()
-        if self._config.stage and error is not None:
+        if error is not None:
+            self._forget_views()
             self._stage.drop()
         yield Wait(lambda: not self._releasing, Deadline.after(5.0))
         self._tell(m.Quiet(refit=refit, lanes=tuple(lane.id for lane in self.lanes)))
@@ -727,5 +737,8 @@ class RankSet:
         for lane in self.lanes:
             if lane.endpoint is not None:
                 lane.endpoint.close()
-                lane.endpoint = lane.channel = None
+                lane.endpoint = lane.channel = lane.pool = None
+        self._forget_views()
+        self._unpackers.clear()
+        self._stage.drop()
         self._loader.close()

@@ -81,7 +81,6 @@ class MemberSide:
         self._driver_hub: Hub | None = None
         self._rank_links: dict[bytes, tuple[int, ...]] = {}
         self._rank_started = time.perf_counter()
-        self._last_rank_run: RankRun | None = None
         self._unsaid: m.RankState | None = None
         self.name = f"{config.engine}/{'+'.join(map(str, config.serves)) if config.serves else 'driver'}"
         if config.drives != "no":
@@ -302,7 +301,7 @@ class MemberSide:
         if error is None and not (report.outcome == "READY" and report.version == offered):
             error = EngineError(f"the engine is {report.outcome}({report.version})", peer=self._config.engine)
         seconds = dict(run.seconds) if run is not None else {}
-        rank_run = (self.ranks.run if self.ranks is not None else None) or self._last_rank_run
+        rank_run = self.ranks.last if self.ranks is not None else None
         if rank_run is None or run is None or rank_run.offer.refit != run.offer.refit:
             rank_run = None
         self.jobs.end(
@@ -315,7 +314,6 @@ class MemberSide:
         )
 
     def _rank_end(self, run: RankRun, error: WeightBusError | None) -> None:
-        self._last_rank_run = run
         if self._drives_now and self.driver is not None:
             if error is not None and self.driver.run is None:  # refused in check: the driver never began
                 self.jobs.end(End(None, error))

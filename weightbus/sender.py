@@ -624,4 +624,7 @@ class SenderSide:
             known.channel.drain(QUIET_S)
             known.channel.close()
         self.endpoint.close()
+        self._pool.forget()  # memory goes now, not with the garbage collector
+        self._channels.clear()
+        self._tables.clear()
         log.debug("%s closed", self.name)

@@ -178,7 +178,7 @@ class Pull(Work):
             self._state = State.ERROR
 
 
-@attrs.frozen
+@attrs.define
 class _Plan:
     """What one export means for one list of local tensors; holds addresses, no tensors.
 
@@ -186,11 +186,13 @@ class _Plan:
         extents: of the local tensors.
         host: copies within host memory.
         cuda: indices of tensors whose source is CUDA memory.
+        copy: the batched copy of those, once it was made: its table stays on the device.
     """
 
     extents: list[tuple[int, int]]
     host: RemoteRead
     cuda: list[int]
+    copy: Any = None
 
 
 def _plan(export: Export, local: Sequence[torch.Tensor], extents: list[tuple[int, int]]) -> _Plan:
@@ -280,17 +282,15 @@ class Puller:
         with torch.cuda.device(device), torch.cuda.stream(stream), torch.inference_mode():  # parameters of engines too
             gpu = _gpu_module()
             if gpu is not None and all(local[i].is_cuda for i in plan.cuda):
-                parts = [export.tensors[i] for i in plan.cuda]
-                gpu.copy_many(
-                    [plan.extents[i][0] for i in plan.cuda],
-                    [bases[span].data_ptr() + offset for span, offset, _ in parts],
-                    [nbytes for _, _, nbytes in parts],
-                    stream,
-                )
+                if plan.copy is None:
+                    parts = [export.tensors[i] for i in plan.cuda]
+                    targets = [plan.extents[i][0] for i in plan.cuda]
+                    sources = [bases[span].data_ptr() + offset for span, offset, _ in parts]
+                    plan.copy = gpu.CopyPlan(targets, sources, [nbytes for _, _, nbytes in parts], device)
+                plan.copy(stream)
             else:
-                sources = [bases[s][offset : offset + n] for s, offset, n in (export.tensors[i] for i in plan.cuda)]
-                targets = [local[i].detach().view(-1).view(torch.uint8) for i in plan.cuda]
-                torch._foreach_copy_(targets, sources)
+                views = [bases[s][offset : offset + n] for s, offset, n in (export.tensors[i] for i in plan.cuda)]
+                torch._foreach_copy_([local[i].detach().view(-1).view(torch.uint8) for i in plan.cuda], views)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
         return event

@@ -90,7 +90,7 @@ class GroupChannel(Channel):
     """
 
     def __init__(self, collective: Collective, group: GroupSpec, slots: Sequence[Region], timeout_s: float) -> None:
-        self.operation_timeout_s = timeout_s
+        self.operation_timeout_s: float = timeout_s
         self.group = group
         self._collective = collective
         self._slots = tuple(slots)
