@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 
@@ -59,5 +58,3 @@ def leaves_cleanly(address: str, backend: str) -> list[str]:
     after = len(os.listdir("/proc/self/fd"))
     names = [t.name for t in threading.enumerate() if t.name.startswith("weightbus")]
     return [*names, *([f"{after - before} descriptors"] if after > before + 2 else [])]
-
-

@@ -32,7 +32,9 @@ class Receiving:
         results: reports and errors, in order.
     """
 
-    def __init__(self, address: str, engine: str = "e0", *, adapter: Any = None, drive: bool = False, **options: Any) -> None:
+    def __init__(
+        self, address: str, engine: str = "e0", *, adapter: Any = None, drive: bool = False, **options: Any
+    ) -> None:
         self.adapter = adapter
         self.engine = adapter.engine if isinstance(adapter, RecordingAdapter) else None
         make = weightbus.WeightBus.driver if drive else weightbus.WeightBus.receiver

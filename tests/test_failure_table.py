@@ -48,7 +48,9 @@ class Row:
 
     def fails(self, source: Any = None, version: int = 2, **options: Any) -> PartialRefitError:
         with pytest.raises(PartialRefitError) as raised:
-            self.bus.send(NEW if source is None else source, version=version, timeout=options.pop("timeout", 20), **options)
+            self.bus.send(
+                NEW if source is None else source, version=version, timeout=options.pop("timeout", 20), **options
+            )
         return raised.value
 
     def is_old(self) -> None:
@@ -200,7 +202,9 @@ def test_one_failed_resume_is_no_failure(stage: str | None) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_coordinator_is_lost_between_complete_and_commit(stage: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_coordinator_is_lost_between_complete_and_commit(
+    stage: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from weightbus.control.coordinator import Coordinator
 
     with Row(stage) as row:
@@ -221,11 +225,20 @@ def test_the_coordinator_is_lost_between_complete_and_commit(stage: str | None, 
         row.bus._closers.clear()
         row.bus.close()
         calls = len(row.fake.engine.calls)
-        row.bus = weightbus.WeightBus.sender(address, receivers=1, run_id=run_id, bucket_bytes=4096, backend=FAULTY,
-                                             backend_options={"inner": "loopback", "faults": []}, **FAST)
+        row.bus = weightbus.WeightBus.sender(
+            address,
+            receivers=1,
+            run_id=run_id,
+            bucket_bytes=4096,
+            backend=FAULTY,
+            backend_options={"inner": "loopback", "faults": []},
+            **FAST,
+        )
         assert row.bus.send(NEW, version=2, timeout=20).outcomes == {"e0": "READY(2)"}
         if stage is None:
-            assert row.fake.engine.calls[calls:] == ["finish 2", "resume"], "HELD is finished by the next contact, without bytes"
+            assert row.fake.engine.calls[calls:] == ["finish 2", "resume"], (
+                "HELD is finished by the next contact, without bytes"
+            )
         assert same(row.held, NEW)
 
 

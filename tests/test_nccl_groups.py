@@ -267,7 +267,7 @@ def test_regrouping_on_the_same_endpoints(endpoints: list[Endpoint]) -> None:
         for rx in channels[1:]:
             rx.post_recv(1, 100 + turn, b"h")
         work = channels[0].post_send(bucket, 100 + turn, b"h", 1)
-        wait_for(lambda: sender.progress() or work.state is State.DONE, "sent")  # noqa: B023
+        wait_for(lambda: sender.progress() or work.state is State.DONE, "sent")
         for rx in channels[1:]:
             assert rx.drain(5)
             (arrival,) = rx.arrivals()

@@ -98,7 +98,9 @@ def test_a_trainer_killed_at_random_points(stage: str | None) -> None:
 def test_an_engine_killed_at_random_points_never_makes_the_sender_unusable(stage: str | None) -> None:
     rng = random.Random(3)
     with weightbus.WeightBus.sender("tcp://127.0.0.1:0", receivers=1, backend=BACKEND, **SETTINGS) as bus:
-        survivor = Receiving(bus.address, "survivor", adapter=RecordingAdapter(tensors=filled(-1)), stage=stage, backend=BACKEND)
+        survivor = Receiving(
+            bus.address, "survivor", adapter=RecordingAdapter(tensors=filled(-1)), stage=stage, backend=BACKEND
+        )
         try:
             for round_ in range(1, KILLS + 1):
                 with Peer(f"{PEERS}:engine", (bus.address, "victim", BACKEND, stage), method="forkserver") as peer:
@@ -120,7 +122,10 @@ def test_an_engine_killed_at_random_points_never_makes_the_sender_unusable(stage
             with Peer(f"{PEERS}:engine", (bus.address, "victim", BACKEND, stage), method="forkserver") as peer:
                 assert peer.recv(60) == "up"
                 wait_until(lambda: bus.engines()["victim"].startswith("READY"), 20)
-                assert bus.send(filled(99), version=99, timeout=30).outcomes == {"survivor": "READY(99)", "victim": "READY(99)"}
+                assert bus.send(filled(99), version=99, timeout=30).outcomes == {
+                    "survivor": "READY(99)",
+                    "victim": "READY(99)",
+                }
         finally:
             survivor.close()
 
@@ -128,7 +133,9 @@ def test_an_engine_killed_at_random_points_never_makes_the_sender_unusable(stage
 @pytest.mark.parametrize("stage", [None, "host"])
 def test_an_engine_that_is_stopped_is_excluded_and_comes_back(stage: str | None) -> None:
     with weightbus.WeightBus.sender("tcp://127.0.0.1:0", receivers=2, backend=BACKEND, poison=True, **SETTINGS) as bus:
-        healthy = Receiving(bus.address, "healthy", adapter=RecordingAdapter(tensors=filled(-1)), stage=stage, backend=BACKEND)
+        healthy = Receiving(
+            bus.address, "healthy", adapter=RecordingAdapter(tensors=filled(-1)), stage=stage, backend=BACKEND
+        )
         try:
             with Peer(f"{PEERS}:engine", (bus.address, "stopped", BACKEND, stage), method="forkserver") as peer:
                 assert peer.recv(60) == "up"
@@ -149,8 +156,9 @@ def test_an_engine_that_is_stopped_is_excluded_and_comes_back(stage: str | None)
                         outcomes = bus.send(filled(3), version=3, timeout=30).outcomes
                         if outcomes.get("stopped") in ("READY(3)", "ALREADY"):
                             break
-                    except weightbus.WeightBusError as exc:
-                        assert time.monotonic() < end, exc
+                    except weightbus.WeightBusError:
+                        if time.monotonic() > end:
+                            raise
                     time.sleep(0.2)
                 values: Any = None
                 end = time.monotonic() + 20
@@ -186,9 +194,10 @@ def test_a_trainer_that_is_stopped_before_the_decision() -> None:
 
 @pytest.mark.parametrize("backend", ["local"])
 def test_a_process_that_ends_in_order_leaves_nothing_and_exits_with_0(backend: str) -> None:
-    with weightbus.WeightBus.sender("tcp://127.0.0.1:0", receivers=1, backend=backend, **SETTINGS) as bus, Peer(
-        f"{PEERS}:leaves_cleanly", (bus.address, backend), linked=False
-    ) as peer:
+    with (
+        weightbus.WeightBus.sender("tcp://127.0.0.1:0", receivers=1, backend=backend, **SETTINGS) as bus,
+        Peer(f"{PEERS}:leaves_cleanly", (bus.address, backend), linked=False) as peer,
+    ):
         bus.send(filled(1), version=1, timeout=60)
         assert peer.result(60) == []
 

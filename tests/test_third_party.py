@@ -18,10 +18,7 @@ BUGS = {
         "loopback._copy = lambda target, source: target[:-1].copy_(source[:-1])",
         "test_used_bytes_arrive_and_no_more",
     ),
-    "late write": (
-        "loopback._Receiver.close = lambda self: None",
-        "test_nothing_lands_after_the_receiver_has_closed",
-    ),
+    "late write": ("loopback._Receiver.close = lambda self: None", "test_nothing_lands_after_the_receiver_has_closed"),
     "length forgotten": (
         "loopback._Post.nbytes = property(lambda self: self.source.numel() or 1)",
         "test_used_bytes_arrive_and_no_more",

@@ -221,15 +221,14 @@ def verify(landed: Landed, memory: torch.Tensor, lane: str) -> None:
 
 def compare(landed: Landed, have: int, lane: str) -> None:
     """Raises DigestMismatch when `have` is not the digest that was sent."""
-    if landed.header.verified:
-        if have != landed.header.digest:
-            raise DigestMismatch(
-                f"digest {have:016x}, packed as {landed.header.digest:016x}",
-                lane=lane,
-                bucket=landed.index,
-                phase="stream",
-                advice="Memory or transport corrupts data; a full send heals the engine.",
-            )
+    if landed.header.verified and have != landed.header.digest:
+        raise DigestMismatch(
+            f"digest {have:016x}, packed as {landed.header.digest:016x}",
+            lane=lane,
+            bucket=landed.index,
+            phase="stream",
+            advice="Memory or transport corrupts data; a full send heals the engine.",
+        )
 
 
 class Stage:

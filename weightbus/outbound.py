@@ -24,7 +24,6 @@ from weightbus.plan import Plan, Segment, aligned, single_page
 from weightbus.reactor import Reactor
 from weightbus.sources import Source
 
-
 MAX_OPERATION_S = 86400.0  # libraries do not take infinity
 
 

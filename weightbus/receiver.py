@@ -37,7 +37,7 @@ class MemberConfig:
     world: int
     serves: tuple[int, ...]
     drives: str
-    token: str | None
+    token: str | None = attrs.field(repr=False)
     device: torch.device
     inbound: InboundConfig
     backend_name: str

@@ -35,11 +35,16 @@ def shapes(model: str) -> dict[str, tuple[int, ...]]:
     for i in range(layers):
         at = f"model.layers.{i}."
         found |= {
-            at + "self_attn.q_proj.weight": (heads * 128, hidden), at + "self_attn.k_proj.weight": (kv * 128, hidden),
-            at + "self_attn.v_proj.weight": (kv * 128, hidden), at + "self_attn.o_proj.weight": (hidden, heads * 128),
-            at + "self_attn.q_norm.weight": (128,), at + "self_attn.k_norm.weight": (128,),
-            at + "mlp.gate_proj.weight": (inter, hidden), at + "mlp.up_proj.weight": (inter, hidden),
-            at + "mlp.down_proj.weight": (hidden, inter), at + "input_layernorm.weight": (hidden,),
+            at + "self_attn.q_proj.weight": (heads * 128, hidden),
+            at + "self_attn.k_proj.weight": (kv * 128, hidden),
+            at + "self_attn.v_proj.weight": (kv * 128, hidden),
+            at + "self_attn.o_proj.weight": (hidden, heads * 128),
+            at + "self_attn.q_norm.weight": (128,),
+            at + "self_attn.k_norm.weight": (128,),
+            at + "mlp.gate_proj.weight": (inter, hidden),
+            at + "mlp.up_proj.weight": (inter, hidden),
+            at + "mlp.down_proj.weight": (hidden, inter),
+            at + "input_layernorm.weight": (hidden,),
             at + "post_attention_layernorm.weight": (hidden,),
         }
     return found
@@ -66,8 +71,13 @@ def checksum(module: torch.nn.Module) -> int:
 
 def engine(link: ParentLink, address: str, model: str, backend: str) -> None:
     target = Flat(shapes(model), float("nan"))
-    with weightbus.WeightBus.receiver(address, backend=backend, device=DEVICE, adapter="weightbus_torch:TorchAdapter",
-                                      adapter_options={"module": target}) as bus:
+    with weightbus.WeightBus.receiver(
+        address,
+        backend=backend,
+        device=DEVICE,
+        adapter="weightbus_torch:TorchAdapter",
+        adapter_options={"module": target},
+    ) as bus:
         link.send("up")
         while True:
             report = bus.recv(timeout=120)
@@ -115,12 +125,24 @@ def ipc_baseline(source: torch.nn.Module) -> float:
     return min(best)
 
 
-def refits(model: str, backend: str, direct: bool, verify: bool, bucket: str, rounds: int) -> tuple[float, float, dict[str, float], int]:
+def refits(
+    model: str, backend: str, direct: bool, verify: bool, bucket: str, rounds: int
+) -> tuple[float, float, dict[str, float], int]:
     """Cold seconds, median steady seconds, phases of the last, payload bytes."""
     source = Flat(shapes(model), None)
     nbytes = sum(p.nbytes for p in source.parameters())
-    with weightbus.WeightBus.sender("tcp://127.0.0.1:0", receivers=1, backend=backend, device=DEVICE, direct=direct,
-                                    verify=verify, bucket_bytes=bucket) as bus, Peer(f"{HERE}:engine", (bus.address, model, backend)) as peer:
+    with (
+        weightbus.WeightBus.sender(
+            "tcp://127.0.0.1:0",
+            receivers=1,
+            backend=backend,
+            device=DEVICE,
+            direct=direct,
+            verify=verify,
+            bucket_bytes=bucket,
+        ) as bus,
+        Peer(f"{HERE}:engine", (bus.address, model, backend)) as peer,
+    ):
         peer.recv(180)
         times, report = [], None
         for version in range(rounds):
@@ -186,7 +208,12 @@ def kernels() -> None:
         n = mib << 20
         table = gpu.Pieces.of(big[:n], [(0, other.data_ptr(), n)])
         rates = {
-            "digest": _rate(lambda n=n: gpu._launch("leaf_digests", DEVICE, gpu._leaf_blocks(n), (big.data_ptr(), gpu._u64(n), other.data_ptr())), n),
+            "digest": _rate(
+                lambda n=n: gpu._launch(
+                    "leaf_digests", DEVICE, gpu._leaf_blocks(n), (big.data_ptr(), gpu._u64(n), other.data_ptr())
+                ),
+                n,
+            ),
             "copy_": _rate(lambda n=n: other[:n].copy_(big[:n]), n),
             "gather": _rate(lambda t=table: t.gather(digest=False), n),
             "gather+digest": _rate(lambda t=table: t.gather(digest=True), n),
@@ -212,12 +239,22 @@ def _rate(call: Any, nbytes: int) -> float:
 def slow_producer() -> None:
     """A kernel that still writes the source when send is called: the receiver gets what it writes."""
     source = {"w": torch.zeros(64 << 20, dtype=torch.uint8, device=DEVICE)}
-    target = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.zeros(64 << 20, dtype=torch.uint8, device=DEVICE), requires_grad=False)})
+    target = torch.nn.ParameterDict(
+        {"w": torch.nn.Parameter(torch.zeros(64 << 20, dtype=torch.uint8, device=DEVICE), requires_grad=False)}
+    )
     import threading
 
     for backend, direct in (("loopback", False), ("loopback", True)):
-        with weightbus.WeightBus.sender("tcp://127.0.0.1:0", receivers=1, backend=backend, device=DEVICE, direct=direct, bucket_bytes="16MiB") as bus:
-            with weightbus.WeightBus.receiver(bus.address, backend=backend, device=DEVICE, adapter="weightbus_torch:TorchAdapter", adapter_options={"module": target}) as rx:
+        with weightbus.WeightBus.sender(
+            "tcp://127.0.0.1:0", receivers=1, backend=backend, device=DEVICE, direct=direct, bucket_bytes="16MiB"
+        ) as bus:
+            with weightbus.WeightBus.receiver(
+                bus.address,
+                backend=backend,
+                device=DEVICE,
+                adapter="weightbus_torch:TorchAdapter",
+                adapter_options={"module": target},
+            ) as rx:
                 thread = threading.Thread(target=rx.recv, kwargs={"timeout": 60})
                 thread.start()
                 side = torch.cuda.Stream()
@@ -226,7 +263,9 @@ def slow_producer() -> None:
                     source["w"].fill_(7)
                     bus.send(source, version=1, timeout=60)
                 thread.join()
-                assert bool((target["w"] == 7).all()), f"sent before the producer's stream was done ({backend}, direct={direct})"
+                assert bool((target["w"] == 7).all()), (
+                    f"sent before the producer's stream was done ({backend}, direct={direct})"
+                )
         source["w"].zero_()
     print("a slow producer kernel is waited for")
 
@@ -254,10 +293,15 @@ def main() -> None:
                         try:
                             cold, steady, phases, nbytes = refits(model, backend, direct, verify, bucket, args.rounds)
                         except Exception as exc:
-                            print(f"{model} {backend} direct={direct} verify={verify} {bucket}: FAILED {type(exc).__name__}: {str(exc)[:600]}")
+                            print(
+                                f"{model} {backend} direct={direct} verify={verify} {bucket}: FAILED {type(exc).__name__}: {str(exc)[:600]}"
+                            )
                             continue
                         text = " ".join(f"{k}={v * 1e3:.1f}" for k, v in phases.items())
-                        print(f"{model} {backend} {'direct' if direct else 'streamed ' + bucket} digest={'on' if verify else 'off'}: cold {cold * 1e3:.1f} ms, steady {steady * 1e3:.2f} ms, {nbytes / steady / 1e9:.0f} GB/s, {steady / base:.2f} x ipc | {text}", flush=True)
+                        print(
+                            f"{model} {backend} {'direct' if direct else 'streamed ' + bucket} digest={'on' if verify else 'off'}: cold {cold * 1e3:.1f} ms, steady {steady * 1e3:.2f} ms, {nbytes / steady / 1e9:.0f} GB/s, {steady / base:.2f} x ipc | {text}",
+                            flush=True,
+                        )
                         torch.cuda.empty_cache()
 
 

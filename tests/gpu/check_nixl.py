@@ -121,7 +121,7 @@ def write(source: str, target: str, nbytes: int) -> None:
                     until(peer.pipe.poll, ep.progress)
                     good.append(peer.recv())
                 work = tx.post_send(regions[index % 2], used, str(seed).encode(), index % 2)
-                until(lambda: work.state is not State.PENDING, ep.progress)  # noqa: B023
+                until(lambda: work.state is not State.PENDING, ep.progress)
                 if work.state is not State.DONE:
                     raise RuntimeError(str(work.error))
             while len(good) < len(seeds):
@@ -204,7 +204,7 @@ def pull(source: str, target: str, arena: bool) -> float:
             remote, export_s = peer.recv()
             started = time.perf_counter()
             work = ep.post_read(remote, tensors)
-            until(lambda: work.state is not State.PENDING, ep.progress)  # noqa: B023
+            until(lambda: work.state is not State.PENDING, ep.progress)
             seconds.append(time.perf_counter() - started)
             if work.state is not State.DONE:
                 raise RuntimeError(str(work.error))

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from multiprocessing import get_context
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from weightbus.config import DEFAULT_BUCKET_BYTES, parse_bytes
 from weightbus.errors import ConfigError, WeightBusError
 from weightbus.manifest import TensorSpec
 from weightbus.registry import BACKENDS, known
-from weightbus.testing.peers import run_peers
+from weightbus.testing.peers import Peer
 
 CASE_S = 900.0
+_UNITS = ((30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "B"))
 SEND_COVERS = "send() to its return: every parameter written, verified and reported by the engine"
 
 
@@ -193,7 +195,10 @@ def _cases(settings: Settings, model: str, backend: str) -> Iterator[Case]:
 
 
 def _describe(case: Case) -> str:
-    mode = "direct" if case.direct else f"{case.bucket_bytes / 2**20:g} MiB x {case.slots}"
+    size = next(
+        (f"{case.bucket_bytes >> shift} {unit}" for shift, unit in _UNITS if not case.bucket_bytes % (1 << shift)), ""
+    )
+    mode = "direct" if case.direct else f"{size} x {case.slots}"
     return f"{mode}, digest {'on' if case.digest else 'off'}"
 
 
@@ -218,7 +223,8 @@ def _pair(case: Case) -> tuple[list[dict[str, Any]], bool]:
 
 
 def _alone(case: Case) -> dict[str, float]:
-    (found,) = run_peers(("weightbus.cli.measured:stages", (case,)), timeout_s=CASE_S)
+    with _peer("measured:stages", case) as peer:
+        found = peer.result(CASE_S)
     seconds, _ = _both("measured:wire_send", "measured:wire_recv", case)
     return {**found, "wire": seconds}
 
@@ -236,12 +242,17 @@ def _baseline(settings: Settings, model: str, name: str, specs: list[TensorSpec]
 def _both(sender: str, receiver: str, *args: Any) -> list[Any]:
     """What two functions return, each in its process, with a pipe between them as their last argument."""
     one, two = get_context("spawn").Pipe()
-    try:
-        calls = ((f"weightbus.cli.{sender}", (*args, one)), (f"weightbus.cli.{receiver}", (*args, two)))
-        return run_peers(*calls, timeout_s=CASE_S)
-    finally:
-        one.close()
+    with _peer(sender, *args, one) as a, _peer(receiver, *args, two) as b:
+        one.close()  # so that either side sees the end of the other
         two.close()
+        ended = wait([a.pipe, b.pipe], CASE_S)
+        order = (b, a) if b.pipe in ended else (a, b)  # who ends first has the cause, if one fails
+        results = {peer.pid: peer.result(CASE_S) for peer in order}
+        return [results[a.pid], results[b.pid]]
+
+
+def _peer(target: str, *args: Any) -> Peer:
+    return Peer(f"weightbus.cli.{target}", args, linked=False, method="forkserver")
 
 
 def _row(model: str, name: str, specs: list[TensorSpec], covers: str, settings: str = "") -> Row:

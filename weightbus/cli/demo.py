@@ -38,6 +38,7 @@ def trainer(link: ParentLink, backend: str, timeout_s: float) -> None:
         "tcp://127.0.0.1:0", receivers=1, backend=backend, bucket_bytes=BUCKET, events=event
     ) as bus:
         say("address", bus.address)
+        link.recv(START_S)
         for version in VERSIONS:
             if version > VERSIONS[0]:
                 encoder.perturb(seed=version)
@@ -53,6 +54,7 @@ def engine(link: ParentLink, address: str, backend: str, timeout_s: float) -> No
     link.send(("random", encoder.embed().numpy().tobytes()))
     options = {"module": encoder}
     with weightbus.WeightBus.receiver(address, backend=backend, adapter="torch", adapter_options=options) as bus:
+        link.send(("up", None))
         for _ in VERSIONS:
             report = bus.recv(timeout=timeout_s)
             link.send((report.version, encoder.embed().numpy().tobytes()))
@@ -72,11 +74,13 @@ def run(console: Console, backend: str, timeout_s: float) -> bool:
         f"trainer process -> inference process; backend {backend}, weights of {minilm.PACKAGE}", highlight=False
     )
     here = "weightbus.cli.demo"
-    with Peer(f"{here}:trainer", (backend, timeout_s)) as sender:
+    with Peer(f"{here}:trainer", (backend, timeout_s), method="forkserver") as sender:
         address = _expect(sender, "address", START_S)
-        with Peer(f"{here}:engine", (address, backend, timeout_s)) as receiver:
+        with Peer(f"{here}:engine", (address, backend, timeout_s), method="forkserver") as receiver:
             before = _vectors(_expect(receiver, "random", START_S))
             console.print(f"the engine starts with random weights: similarity {_similarity(before)}")
+            _expect(receiver, "up", START_S)
+            sender.send("go")
             rows = _watch(sender, receiver, console, timeout_s)
             for peer in (sender, receiver):
                 _expect(peer, "closed", timeout_s)

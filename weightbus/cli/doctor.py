@@ -107,7 +107,7 @@ def probe(name: str) -> dict[str, Any]:
 
 def probe_all(names: list[str]) -> Iterator[Plugin]:
     """Probe these backends, each in a process of its own."""
-    peers = [Peer("weightbus.cli.doctor:probe", (name,), linked=False) for name in names]
+    peers = [Peer("weightbus.cli.doctor:probe", (name,), linked=False, method="forkserver") for name in names]
     try:
         for name, peer in zip(names, peers, strict=True):
             try:

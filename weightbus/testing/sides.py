@@ -42,11 +42,13 @@ def read_memory(tensor: torch.Tensor) -> bytes:
 
 def write_memory(tensor: torch.Tensor, data: bytes) -> None:
     """Overwrite the first bytes of a contiguous tensor, by address on the host."""
+    if not data:
+        return
     if tensor.is_cuda:
         flat = tensor.view(-1).view(torch.uint8)
         flat[: len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         torch.cuda.synchronize(tensor.device)
-    elif data:
+    else:
         ctypes.memmove(tensor.data_ptr(), data, len(data))
 
 
