@@ -564,3 +564,12 @@ def test_manifest_given_by_the_caller_for_a_generator() -> None:
     with sender(receivers=1) as bus, receiving(bus, adapter=fake()) as rx:
         bus.send(generator(A), version=1, manifest=manifest, timeout=20)
         assert same(rx.engine.weights[0], A)
+
+
+def test_a_module_sent_between_does_not_change_what_is_remembered_of_a_generator() -> None:
+    with sender(receivers=1) as bus, receiving(bus, adapter=fake(), stage="host") as rx:
+        bus.send(generator(A), version=1, timeout=20)
+        bus.send(dict(reversed(list(B.items()))), version=2, timeout=20)
+        assert same(rx.engine.weights[0], B)
+        bus.send(generator(A), version=3, timeout=20)
+        assert same(rx.engine.weights[0], A)

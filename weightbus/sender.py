@@ -307,7 +307,8 @@ class SenderSide:
         if done is None:
             raise LocalProtocolError("a send without an end")
         if run is not None and run.error is None and done.error is None:
-            self._remembered = Manifest(run.manifest_out) if run.plan is None else run.plan.manifest
+            if opened is not None and not opened.reorderable:
+                self._remembered = Manifest(run.manifest_out) if run.plan is None else run.plan.manifest
         local = finish(done)
         if bad is not None:
             raise bad
