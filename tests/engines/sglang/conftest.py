@@ -58,7 +58,8 @@ class Fresh:
 
 
 def measure(server: RealServer) -> Fresh:
-    server.post("/flush_cache")
+    # a server that is not idle yet refuses, and a prefix from the cache makes log-probabilities differ in the last bits
+    server.post("/flush_cache", timeout=20).raise_for_status()
     return Fresh(server.outputs(), server.checksums())
 
 
