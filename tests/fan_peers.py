@@ -9,7 +9,9 @@ import torch
 
 import weightbus
 from tests.bus_peers import SETTINGS
+from tests.bus_peers import filled as one_value
 from weightbus import TensorSpec
+from weightbus.cli.shapes import filled, fingerprint, module_of
 from weightbus.testing.peers import ParentLink
 
 
@@ -47,3 +49,55 @@ def coupled_trainer(
             link.send((type(exc).__name__, str(exc)))
         link.recv(60)
         dist.destroy_process_group()
+
+
+def minilm_specs() -> list[TensorSpec]:
+    """Names and shapes of a sentence encoder of 22.7 million parameters."""
+    hidden, inner = 384, 1536
+    shapes: dict[str, tuple[int, ...]] = {
+        "embeddings.word": (30522, hidden),
+        "embeddings.position": (512, hidden),
+        "embeddings.kind": (2, hidden),
+        "embeddings.norm.weight": (hidden,),
+        "embeddings.norm.bias": (hidden,),
+    }
+    for layer in range(6):
+        linears = {name: (hidden, hidden) for name in ("query", "key", "value", "output")}
+        for name, shape in {**linears, "up": (inner, hidden), "down": (hidden, inner)}.items():
+            shapes[f"layer.{layer}.{name}.weight"] = shape
+            shapes[f"layer.{layer}.{name}.bias"] = shape[:1]
+        for norm in ("norm1", "norm2"):
+            shapes |= {f"layer.{layer}.{norm}.{part}": (hidden,) for part in ("weight", "bias")}
+    return [TensorSpec(name, shape, "float32") for name, shape in shapes.items()]
+
+
+def rss_mib() -> float:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * 4096 / (1 << 20)
+
+
+def module_engine(link: ParentLink, address: str, name: str, backend: str, options: dict[str, Any]) -> None:
+    """An engine that is a Module; after each refit it tells state, fingerprint and memory, until it is killed."""
+    module = module_of(filled(minilm_specs(), "cpu", 999))
+    made = {"adapter": "torch", "adapter_options": {"module": module}, **options}
+    with weightbus.WeightBus.receiver(address, engine=name, backend=backend, poison=True, **made) as bus:
+        link.send("up")
+        while True:
+            try:
+                bus.recv(timeout=300)
+            except weightbus.WeightBusError as exc:
+                link.send((type(exc).__name__, str(exc), bus.state))
+                continue
+            link.send((bus.state, fingerprint(dict(module.named_parameters())), rss_mib()))
+
+
+def second_trainer(link: ParentLink, address: str, backend: str) -> None:
+    """Sender rank 1 of 2: sends what the test asks for; answers with outcomes or with the error."""
+    options = {"senders": 2, "rank": 1, "backend": backend, "bucket_bytes": 64_000}
+    with weightbus.WeightBus.sender(address=address, **options) as bus:
+        link.send("up")
+        while (version := link.recv(120)) is not None:
+            try:
+                link.send(("ok", bus.send(one_value(version), version=version, timeout=30).outcomes))
+            except weightbus.WeightBusError as exc:
+                link.send((type(exc).__name__, str(exc)))

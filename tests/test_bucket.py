@@ -188,6 +188,7 @@ def test_a_half_assembled_refit_leaves_nothing_for_the_next() -> None:
     stale = pack(plan, {"big": noise((1000,), torch.uint8, 2)})
     assert unpacker.batch(0, stale[0][0]) == []
     unpacker.reset()
+    assert not unpacker._assembly, "its memory is kept"
     got = [item for k, (memory, _) in enumerate(pack(plan, model)) for item in unpacker.batch(k, memory)]
     assert [name for name, _ in got] == ["big"]
     assert torch.equal(got[0][1], model["big"])

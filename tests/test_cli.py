@@ -31,7 +31,7 @@ ROOT = Path(__file__).parent.parent
 LIBRARIES = {"local": "torch", "nixl": "nixl_cu12", "ucx": "ucxx"}
 
 
-def command(*arguments: str, timeout: float = 110) -> subprocess.CompletedProcess[str]:
+def command(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join([str(ROOT), str(ROOT / "backends"), str(ROOT / "adapters")])
     environment = {**os.environ, "PYTHONPATH": paths, "COLUMNS": "200"}
     return subprocess.run(

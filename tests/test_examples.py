@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 
 
-def example(*words: str, timeout: float = 110) -> str:
+def example(*words: str, timeout: float = 300) -> str:
     """Run ``python words``; its standard output. A bad exit code fails with everything it said."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "backends"), str(ROOT / "adapters")])
     done = subprocess.run(

@@ -211,6 +211,12 @@ def holding(bus: WeightBus, source: Held, version: int, timeout: float = 30) -> 
     return thread, result
 
 
+def without_the_dead(outcomes: dict[str, str], name: str) -> dict[str, str]:
+    """The outcomes of the others. Whether a death is proved before the refit ends depends on the load of the host."""
+    assert outcomes[name] in ("DEAD", "UNKNOWN")
+    return {k: v for k, v in outcomes.items() if k != name}
+
+
 def test_a_killed_member_of_a_group_fails_all_by_name_and_those_alive_regroup() -> None:
     usable("nccl")
     with sender(receivers=2, backend="nccl", bucket_bytes=64_000) as bus:
@@ -229,14 +235,11 @@ def test_a_killed_member_of_a_group_fails_all_by_name_and_those_alive_regroup() 
                 thread.join(30)
                 assert time.monotonic() - began < 25
             assert isinstance(result[0], weightbus.PartialRefitError), result
-            assert result[0].outcomes == {"a": "DIRTY", "c": "DIRTY", "b": "DEAD"}
+            assert without_the_dead(result[0].outcomes, "b") == {"a": "DIRTY", "c": "DIRTY"}
             for rx in (a, c):
                 assert isinstance(rx.last(2), weightbus.PeerLost), rx.results
-            assert bus.send(filled(3), version=3, timeout=20).outcomes == {
-                "a": "READY(3)",
-                "c": "READY(3)",
-                "b": "DEAD",
-            }
+            again = bus.send(filled(3), version=3, timeout=20).outcomes
+            assert without_the_dead(again, "b") == {"a": "READY(3)", "c": "READY(3)"}
             for adapter in adapters:
                 assert same(adapter.engine.weights[0], filled(3))
 
@@ -416,11 +419,11 @@ def test_a_killed_link_of_a_chain_fails_those_behind_and_the_next_refit_goes_rou
                     source.go.set()
                     thread.join(30)
                     assert isinstance(result[0], weightbus.PartialRefitError), result
-                    assert result[0].outcomes == {"a": "READY(2)", "b": "DEAD", "c": "DIRTY"}
+                    assert without_the_dead(result[0].outcomes, "b") == {"a": "READY(2)", "c": "DIRTY"}
                     assert same(adapters[0].engine.weights[0], filled(2))
                     assert isinstance(c.last(2), weightbus.WeightBusError)
-                    again = bus.send(filled(3), version=3, timeout=20)
-                    assert again.outcomes == {"a": "READY(3)", "b": "DEAD", "c": "READY(3)"}
+                    again = bus.send(filled(3), version=3, timeout=20).outcomes
+                    assert without_the_dead(again, "b") == {"a": "READY(3)", "c": "READY(3)"}
                     for adapter in adapters:
                         assert same(adapter.engine.weights[0], filled(3))
 
@@ -634,9 +637,9 @@ def test_engines_of_all_kinds_in_one_refit_and_one_that_dies(backend: str) -> No
         )
         assert peer.recv(60) == "up"
         wait_until(lambda: bus.engines().get("dies", "").startswith("READY"), 20)
-        alive = dict.fromkeys(("single", "pair", "renamed"))
+        alive = ("single", "pair", "renamed")
         bus.send(filled(1), version=1, timeout=30)
-        assert bus.engines() == {**{name: "READY(1)" for name in alive}, "dies": "READY(1)"}
+        assert bus.engines() == {**dict.fromkeys(alive, "READY(1)"), "dies": "READY(1)"}
         current(1)
         source = Held(filled(2), 6)
         thread, result = holding(bus, source, 2)
@@ -644,7 +647,7 @@ def test_engines_of_all_kinds_in_one_refit_and_one_that_dies(backend: str) -> No
         source.go.set()
         thread.join(40)
         assert isinstance(result[0], weightbus.PartialRefitError), result
-        assert result[0].outcomes == {**{name: "READY(2)" for name in alive}, "dies": "DEAD"}
+        assert without_the_dead(result[0].outcomes, "dies") == dict.fromkeys(alive, "READY(2)")
         current(2)
 
 
@@ -685,3 +688,30 @@ def test_two_jobs_of_processes_started_together(backend: str) -> None:
             assert job.recv(60) == ("ok", {"e0": f"READY({10 + k})"})
             assert peer.recv(60) == "up"
             assert peer.recv(60) == (f"READY({10 + k})", True, [10.0 + k])
+
+
+@pytest.mark.parametrize("backend", ["loopback", "nixl", "ucx"])
+def test_a_lane_whose_writer_changes_is_made_anew(backend: str) -> None:
+    """A link leaves and comes back to its place, then another bus feeds all as a star: nobody writes over old ways."""
+    usable(backend)
+    options = {"backend": backend}
+    with ExitStack() as stack:
+        with sender(receivers=3, fanout="chain", **options) as bus:
+            address, adapters = bus.address, {name: fake() for name in "abc"}
+            first = engine(bus, "a", adapters["a"], **options)
+            for name in "bc":
+                stack.enter_context(engine(bus, name, adapters[name], **options))
+            bus.send(weights(1), version=1, timeout=30)
+            first.close()
+            wait_until(lambda: not bus.engines()["a"].startswith("READY"))
+            bus.send(weights(2), version=2, timeout=30)
+            stack.enter_context(engine(bus, "a", adapters["a"], **options))
+            bus.send(weights(3), version=3, timeout=30)
+            for adapter in adapters.values():
+                assert same(adapter.engine.weights[0], weights(3))
+        settings = {"receivers": 3, "bucket_bytes": 4096, "stall_timeout": 10.0, **options}
+        with WeightBus.sender(address, **settings) as again:
+            outcomes = again.send(weights(4), version=1, timeout=30).outcomes
+            assert outcomes == dict.fromkeys("abc", "READY(1)")
+            for adapter in adapters.values():
+                assert same(adapter.engine.weights[0], weights(4))

@@ -11,11 +11,13 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import attrs
 import pytest
 
+from weightbus.control.security import make_token
 from weightbus.errors import ConnectError, TransferTimeout
 from weightbus.registry import known, load_backend
 from weightbus.testing.peers import ParentLink, Peer, target_of
@@ -208,3 +210,81 @@ def test_connecting_over_a_cut_link_keeps_its_timeout(net: Net, hosts: list[Host
     with pytest.raises((ConnectError, TransferTimeout)):
         until(lambda: sender.connected(attempt), 10.0)
     assert time.monotonic() - started < 5.0
+
+
+# ---- a whole refit through the bus
+
+
+def trainer_in(link: ParentLink, namespace: str, environment: Mapping[str, str], backend: str) -> None:
+    """`bus_peers.trainer` in a namespace."""
+    enter(namespace)
+    os.environ.update(environment)
+    from tests.bus_peers import trainer
+
+    trainer(link, f"tcp://{ADDRESSES[0]}:0", "run", backend, 1)
+
+
+def engine_in(link: ParentLink, namespace: str, environment: Mapping[str, str], backend: str, address: str) -> None:
+    """An engine in a namespace; in the middle of version 2 it tells the test, and waits for its word."""
+    enter(namespace)
+    os.environ.update(environment)
+    import weightbus
+    from tests.bus_peers import filled, versions_in
+    from weightbus.testing.adapters import RecordingAdapter
+
+    adapter = RecordingAdapter(tensors=filled(-1))
+    inner = adapter.strike
+
+    def strike(step: str, call: str) -> None:
+        inner(step, call)
+        if call == "load w5" and "begin 2" in adapter.engine.calls and "begin 3" not in adapter.engine.calls:
+            link.send("middle")
+            link.recv(60)
+
+    adapter.strike = strike  # type: ignore[method-assign]
+    with weightbus.WeightBus.receiver(address, engine="e0", backend=backend, adapter=adapter, poison=True) as bus:
+        link.send("up")
+        while True:
+            try:
+                bus.recv(timeout=300)
+                error = ""
+            except weightbus.WeightBusError as exc:
+                error = type(exc).__name__
+            link.send((bus.state.partition(":")[0], error, sorted(versions_in(adapter.engine.weights[0]))))
+
+
+@pytest.mark.parametrize("how", ["link down", "packets dropped"])
+def test_a_refit_crosses_and_one_whose_link_is_cut_ends_by_name_until_repair(net: Net, name: str, how: str) -> None:
+    environment = {"UCX_TLS": "tcp", "WEIGHTBUS_TOKEN": make_token()}
+    with ExitStack() as stack:
+        start = lambda what, *args: stack.enter_context(Peer(target_of(what), args, method="forkserver"))
+        trainer = start(trainer_in, net.names[0], environment, name)
+        address = trainer.recv(60)
+        assert address.startswith(f"tcp://{ADDRESSES[0]}:")
+        engine = start(engine_in, net.names[1], environment, name, address)
+        assert engine.recv(60) == "up"
+        trainer.send(1)
+        assert trainer.recv(60) == ("ok", {"e0": "READY(1)"})
+        assert engine.recv(60) == ("READY(1)", "", [1.0])
+
+        trainer.send(2)
+        assert engine.recv(60) == "middle"
+        net.cut(how)
+        began = time.monotonic()
+        engine.send("go on")
+        kind, text = trainer.recv(60)
+        assert time.monotonic() - began < 40.0, "the deadline is 30 s"
+        assert (kind, "e0" in text) == ("PartialRefitError", True), text
+        state, error, held = engine.recv(60)
+        assert (state, held[-1]) == ("DIRTY(-1)", 2.0)
+        assert error in ("PeerLost", "TransferTimeout", "RefitAborted", "TransportError")
+
+        net.repair(how)
+        for _ in range(4):  # the control plane may notice only now that its old connection is gone: send again
+            trainer.send(3)
+            if (answer := trainer.recv(60))[0] == "ok":
+                break
+        assert answer == ("ok", {"e0": "READY(3)"})
+        while (last := engine.recv(60))[1]:
+            assert last[0].startswith("DIRTY"), "what is mixed is not served"
+        assert last == ("READY(3)", "", [3.0])

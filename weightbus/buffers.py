@@ -60,11 +60,15 @@ class SlotPool:
             self.regions[index].tensor.fill_(POISON)
 
     def replace(self, index: int, safe: Callable[[], bool]) -> None:
-        """Put slot `index` aside until `safe()`, and have fresh memory in its place."""
+        """Put slot `index` aside until `safe()`, and have fresh memory in its place, even beyond the bound: a reader that
+        has stopped must not cost the others their refit.
+
+        Raises:
+            TransportError: the backend has no memory; the slot is as before.
+        """
         old = self.regions[index]
-        self._quarantine.append((old, safe))
-        self._check(old.nbytes * self.count)
         self.regions[index] = self.endpoint.allocate(old.nbytes)
+        self._quarantine.append((old, safe))
 
     def forget(self) -> None:
         """Let go of all regions; the endpoint is closed."""

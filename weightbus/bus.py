@@ -26,7 +26,7 @@ from weightbus.names import NameRule, parse_rules
 from weightbus.reactor import Reactor
 from weightbus.receiver import MemberConfig, MemberSide, local_host_towards
 from weightbus.registry import load_adapter, load_backend
-from weightbus.report import Event, EventHandler, RefitReport
+from weightbus.report import Event, EventHandler, RefitReport, guarded
 from weightbus.sender import SenderConfig, SenderSide
 from weightbus.stream import RefitStream, StreamAdapter
 
@@ -177,6 +177,7 @@ class WeightBus:
         Raises:
             ConfigError: all wrong settings at once; nothing was bound or allocated.
         """
+        events = guarded(events)
         where = device_of(device)
         size = check_sender(
             bind=bind,
@@ -216,6 +217,7 @@ class WeightBus:
             max_host_bytes=parse_bytes(max_host_bytes),
             max_device_bytes=parse_bytes(max_device_bytes),
             host=_data_host(bind or address, advertise),
+            finish_timeout_s=finish_timeout,
         )
         reactor = Reactor(f"sender/{rank}")
         bus = cls(reactor, [])
@@ -506,7 +508,7 @@ class WeightBus:
         host: str | None,
         events: EventHandler | None,
     ) -> WeightBus:
-        token = security.resolve_token(token)
+        events, token = guarded(events), security.resolve_token(token)
         loaded_adapter: Adapter = StreamAdapter()
         if isinstance(adapter, Adapter):
             loaded_adapter = adapter

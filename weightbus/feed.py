@@ -118,6 +118,9 @@ class Scatter:
         self._addresses: list[int] = []
         self._tables: dict[tuple[int, int, int], Any] = {}
 
+    def clear(self) -> None:
+        self._tables.clear()
+
     def target(self, tensors: Sequence[torch.Tensor]) -> None:
         addresses = [t.data_ptr() for t in tensors]
         if addresses != self._addresses:

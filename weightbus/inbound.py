@@ -304,7 +304,10 @@ class RankSet:
             answers = []
             for lane, wanted, plan in zip(self.lanes, offer.lanes, plans, strict=True):
                 before = lane.endpoint
-                lane.prepare(wanted.lane, offer.refit, wanted.slot_bytes, wanted.slots)
+                before = lane.endpoint
+                lane.prepare(wanted.lane, offer.refit, wanted.slot_bytes, wanted.slots, wanted.writer)
+                if lane.endpoint is not before:
+                    self._forget_memory(lane.rank)
                 if before is not None and lane.endpoint is not before:
                     self._forget_views()
                 lane.plan = plan
@@ -323,6 +326,12 @@ class RankSet:
         """Lanes are about to be replaced: no view of old slots may keep them."""
         for unpacker in self._unpackers.values():
             unpacker.forget()
+
+    def _forget_memory(self, rank: int) -> None:
+        """The lane has new memory: views and tables of the old would keep it alive."""
+        for key in [key for key in self._unpackers if key[0] == rank]:
+            del self._unpackers[key]
+        self._scatter.clear()
 
     def _unpacker(self, rank: int, plan: Plan) -> Unpacker:
         key = (rank, plan.digest)
@@ -704,7 +713,6 @@ class RankSet:
             if run.touched:
                 yield from self._abort_loader(error)
         run.dropped = error is not None and not run.loaded
-        self.run = None
         for lane in self.lanes:
             lane.forget()
         if error is not None:
@@ -722,6 +730,7 @@ class RankSet:
             error=None if error is None else m.WireError.of(error, f"{self.engine}/{self.ranks[0]}"),
         )
         self._tell_driver(state)
+        self.run = None  # only now: an offer that comes while slots are being freed has to wait
         self._on_end(run, error)
         if self._pending is not None:
             offer, self._pending = self._pending, None

@@ -70,6 +70,7 @@ class InboundLane:
         self.unpacker: Unpacker | None = None
         self.refit = b""
         self.aheads: list[m.HeaderAhead] = []
+        self.writer = ""
         self.group = ""  # id of the collective group that was entered last
         self.deadline = Deadline.after(None)  # of the refit
         self.onward = Onward(backend.capabilities)
@@ -87,16 +88,18 @@ class InboundLane:
             self.key = os.urandom(LANE_KEY_BYTES)
         return self.endpoint
 
-    def prepare(self, lane: str, refit: str, slot_bytes: int, slots: int) -> None:
+    def prepare(self, lane: str, refit: str, slot_bytes: int, slots: int, writer: str) -> None:
         """Be clean and have room for this refit; a lane that may still be written to is replaced.
 
         Args:
             slot_bytes: 0 where the receiver pulls: nothing is allocated, nobody connects.
+            writer: who will connect; the connection of another one cannot be used by it.
         """
         multicast = self._backend.capabilities.multicast
         alive = self.channel is not None and self.channel.error is None if slot_bytes else self.channel is None
         # a group's operation may have ended for its writer while a reader still waits in it
         safe = (self.clean or (self.drained and not multicast)) and alive and self.onward.idle
+        safe = safe and writer == self.writer
         if self.pool is not None and not (safe and self._fits(slot_bytes, slots)):
             self.retire()
         endpoint = self.open()
@@ -107,6 +110,7 @@ class InboundLane:
                 self.pool.ensure(slot_bytes)
             if not multicast and slot_bytes:
                 self.channel = endpoint.listen(self.key, self.pool.regions)
+        self.writer = writer
         self.id, self.refit, self.clean, self.drained = lane, bytes.fromhex(refit), False, False
         self.ready.clear()
         self.pages.clear()

@@ -26,6 +26,7 @@ class Onward:
         self._capabilities = capabilities
         self._link: Channels | None = None
         self._outbound: Outbound | None = None
+        self._refit = ""
         self._tell: Callable[[object], object] = lambda message: None
 
     def start(
@@ -38,10 +39,14 @@ class Onward:
         tell: Callable[[object], object],
     ) -> None:
         """Reach the next receiver, if it is not reached yet; then tell the coordinator Connected for its lane."""
-        self._tell = tell
+        self._tell, self._refit = tell, message.refit
         spec = message.spec
 
         def ready(link: Channels | None, failed: dict[str, m.WireError]) -> None:
+            if self._refit != message.refit:  # it took too long: another refit has begun, or the lane was retired
+                if link is not None:
+                    threading.Thread(target=link.channel.close, name="weightbus-retire", daemon=True).start()
+                return
             self._link = link
             if link is not None:
                 self._outbound = Outbound(
@@ -129,8 +134,8 @@ class Onward:
 
     def reset(self) -> None:
         """Another refit begins; the connection is kept."""
-        self._outbound = None
+        self._outbound, self._refit = None, ""
 
     def forget(self) -> None:
         """The lane's endpoint is being closed, and the connection with it."""
-        self._outbound = self._link = None
+        self._outbound, self._link, self._refit = None, None, ""

@@ -17,11 +17,11 @@ from weightbus.backend import Capabilities, Channel, Region, State, Work
 from weightbus.bucket import GatherTables, Packed, Packer, plain_bytes
 from weightbus.buffers import SlotPool
 from weightbus.deadline import Deadline
-from weightbus.errors import PeerLost, SourceError, TransferTimeout, WeightBusError
+from weightbus.errors import PeerLost, SourceError, TransferTimeout, TransportError, WeightBusError
 from weightbus.header import Header
 from weightbus.manifest import TensorSpec
 from weightbus.plan import Plan, Segment, aligned, single_page
-from weightbus.reactor import Reactor
+from weightbus.reactor import Reactor, log
 from weightbus.sources import Source
 
 MAX_OPERATION_S = 86400.0  # libraries do not take infinity
@@ -476,6 +476,10 @@ class SendRun:
             if 0 <= bucket < self._enqueued:
                 stuck = [o for o in self.outbounds if o.held_by_leavers(bucket)]
                 if stuck:
-                    self._pool.replace(index, partial(_let_go, stuck, bucket))
-                    self._slots[index] = _Slot()
+                    try:
+                        self._pool.replace(index, partial(_let_go, stuck, bucket))
+                    except TransportError as exc:
+                        log.warning("slot %d waits for a reader that has left: %s", index, exc)
+                    else:
+                        self._slots[index] = _Slot()
         self._publish()

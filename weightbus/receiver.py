@@ -315,9 +315,7 @@ class MemberSide:
 
     def _rank_end(self, run: RankRun, error: WeightBusError | None) -> None:
         if self._drives_now and self.driver is not None:
-            if error is not None and self.driver.run is None:  # refused in check: the driver never began
-                self.jobs.end(End(None, error))
-            return
+            return  # the driver's end is the engine's
         self.jobs.end(End(self._report(run.offer.version, run, {}, {}), error))
 
     def _report(

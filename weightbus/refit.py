@@ -169,6 +169,7 @@ class Driver:
     # ---- the script
 
     def _script(self, offer: m.OfferDriver) -> Script:
+        self._dead_ranks.clear()  # an offer comes only when every rank is here (again)
         answered = yield from self._answer(offer)
         if answered:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -81,3 +82,17 @@ class Event:
 
 
 EventHandler = Callable[[Event], None]
+
+
+def guarded(events: EventHandler | None) -> EventHandler | None:
+    """`events`, whose exceptions are logged: they must not end the bus thread."""
+    if events is None:
+        return None
+
+    def tell(event: Event) -> None:
+        try:
+            events(event)
+        except Exception:
+            logging.getLogger("weightbus").exception("the events callback raised")
+
+    return tell

@@ -55,6 +55,7 @@ class SenderConfig:
     max_device_bytes: int | None
     host: str | None
     direct: bool = False
+    finish_timeout_s: float = 300.0
 
 
 @attrs.define(eq=False)
@@ -62,6 +63,7 @@ class _Send:
     """One `send` call as the bus thread sees it."""
 
     version: int
+    partial: bool = False
     ready: Callable[[], None] | None = None
     plan_message: m.SendPlan | None = None
     run: SendRun | None = None
@@ -143,7 +145,7 @@ class SenderSide:
         deadline = Deadline.after(timeout_s + MARGIN_S)
         opened, bad = self._open(source, manifest, partial, cast, buffers)
         bad = bad or self._check_direct(opened)
-        call = _Send(version)
+        call = _Send(version, partial)
 
         def offer() -> None:
             self._send = call
@@ -157,9 +159,17 @@ class SenderSide:
             refused = self._refused()
             if refused is not None:
                 raise refused
+            if self._config.senders > 1 and call.plan_message is not None:  # others may be in a collective by now
+                self._reactor.wait(lambda: call.run is not None, deadline)
             self._stream(call, opened, deadline)
-            if not self._reactor.wait(lambda: call.over, deadline) and call.lost is None:
-                raise LocalProtocolError("the coordinator never ended this refit", phase="commit")
+            end = Deadline.after(deadline.remaining_s() + self._config.finish_timeout_s)
+            if not self._reactor.wait(lambda: call.over, end) and call.lost is None:
+                raise TransferTimeout(
+                    "sender 0 never ended this refit",
+                    peer="sender/0",
+                    phase="commit" if call.plan_message is not None else "offer",
+                    advice="All senders call send with the same version, as in a collective.",
+                )
         finally:
             self._reactor.call(self._close_send)
         return self._conclude(call, opened, bad, time.perf_counter() - began, finish)
@@ -306,9 +316,9 @@ class SenderSide:
         done, run = call.done, call.run
         if done is None:
             raise LocalProtocolError("a send without an end")
-        if run is not None and run.error is None and done.error is None:
-            if opened is not None and not opened.reorderable:
-                self._remembered = Manifest(run.manifest_out) if run.plan is None else run.plan.manifest
+        ended = run is not None and run.error is None and done.error is None
+        if ended and run is not None and opened is not None and not opened.reorderable and not call.partial:
+            self._remembered = Manifest(run.manifest_out) if run.plan is None else run.plan.manifest
         local = finish(done)
         if bad is not None:
             raise bad
@@ -333,8 +343,8 @@ class SenderSide:
     def cancel(self) -> None:
         """End the send under way; from any thread."""
         call = self._send
-        if call is not None and call.plan_message is not None:
-            refit = call.plan_message.refit
+        if call is not None:
+            refit = call.plan_message.refit if call.plan_message is not None else ""
             error = RefitAborted("cancelled by the sender", phase="stream")
 
             def tell() -> None:
@@ -356,6 +366,8 @@ class SenderSide:
             call.plan_message = message
             self._reactor.start(self._prepare(call, message))
         elif isinstance(message, m.SendDone):
+            if call.plan_message is not None and call.plan_message.refit != message.refit:
+                return  # of a send that gave up before
             call.done = message
             if call.run is not None:
                 call.run.end()
@@ -421,7 +433,7 @@ class SenderSide:
             if self._backend.capabilities.multicast:  # nothing wakes a rendezvous that waits for the dead
                 limit = min(limit, message.stall_timeout_s)
             yield from self._connect(fresh, Deadline.after(limit), failed)
-        if call.over:
+        if call.over and self._config.senders == 1:
             return
         outbounds = [
             Outbound(
@@ -451,6 +463,9 @@ class SenderSide:
             self._page_out(message.refit, outbounds),
             self._tables,
         )
+        if call.over:  # its source is drained all the same
+            call.run.end()
+            return
         self._emit("started", call.run, 0)
         self._tell(m.Connected(refit=message.refit, failed={k: m.WireError.of(e) for k, e in failed.items()}))
 

@@ -81,15 +81,16 @@
 #define F_WIRE     32   /* an operation on the wire ends in error */
 #define F_DIGEST   64   /* a bucket is not what was packed */
 #define F_CHECK   128   /* a rank refuses in check */
-#define F_BEGIN   256
+#define F_BEGIN   256   /* a step of the engine raises */
 #define F_LOAD    512
 #define F_FINISH 1024
 #define F_RESUME 2048
 #define F_SOURCE 4096   /* the source raises, or the send is cancelled */
 #define F_RANK   8192   /* the process of rank 2 dies for good (NR=3) */
 #define F_RANKUP 16384  /* it restarts, with initial weights (NR=3) */
+#define F_HELDUP 32768  /* it restarts while the engine is HELD (NR=3) */
 #ifndef FAULTS
-#define FAULTS 32767
+#define FAULTS 65535
 #endif
 #define CAN(f) ((FAULTS & f) && nf < NF && curref > 0 && curref <= FLAST)
 
@@ -133,7 +134,7 @@ byte dcur[2];                        /* Driver.run: the refit that the driver is
 bit dead[2]; bit stopped[2]; bit rankless[2];
 byte einc[2]; byte rankinc;          /* incarnations of the engine's processes, and of rank 2 alone */
 byte lostrank[2];                    /* the refit during which the driver lost a rank */
-byte spoilt[2];                      /* a refit whose roll-forward has a reason to fail */
+byte spoilt[2];                      /* the last refit whose roll-forward has a reason to fail */
 byte hurt[2];                        /* the refits in which this engine, or what all share, had a fault */
 
 /* Ranks. */
@@ -400,19 +401,20 @@ answer:   /* Driver._answer */
     :: st[e] == PAUSED && ever[e] == VER(rf) && !HAVE(R_PAUSED) -> fromD[e]!ALREADY, rf, NONE; rf = 0; goto end_idle
     :: st[e] == PAUSED && ever[e] == VER(rf) && HAVE(R_PAUSED) -> resume(); report(rf); rf = 0; goto end_idle
     :: st[e] == HELD && VER(heldref[e]) == VER(rf) ->
-       if
-       :: !HAVE(R_HELD_ASK) || EVERY(e, VERIFIED_HELD) -> goto finish_held
-       :: else -> st[e] = DIRTY
-       fi
+       goto finish_held
     :: else
     fi;
 start_run:
     cur = rf; rf = 0; dcur[e] = cur; aborted = 0; fromD[e]!OK, cur, NONE
   };
   goto offered;
-finish_held:  /* takes a while; an offer that comes meanwhile waits */
+finish_held:  /* asks the ranks, then finishes; takes a while, and an offer that comes meanwhile waits */
   do
-  :: atomic { finish(heldref[e]); report(rf); rf = 0; goto end_idle }
+  :: atomic {
+       if
+       :: !HAVE(R_HELD_ASK) || EVERY(e, VERIFIED_HELD) -> finish(heldref[e]); report(rf); rf = 0; goto end_idle
+       :: else -> st[e] = DIRTY; goto start_run
+       fi }
   :: atomic { !HAVE(R_ONE) && toD[e]?[OFFER, n] && !owes -> owes = 1; toD[e]?m, rf; m = 0; st[e] = DIRTY; goto start_run }
   od;
 
@@ -478,7 +480,7 @@ roll_forward:  /* staged: the decision has been taken; no coordinator is needed 
   do
   :: atomic { (EVERY(e, LOADED) && !LOST_RANK) || !HAVE(R_LOADED) -> finish(cur); break }
   :: atomic { (SOME(e, LOAD_FAILED) || (HAVE(R_DEATH) && LOST_RANK)) ->
-       if :: spoilt[e] != cur -> needless_dirty = 1; assert(!needless_dirty) :: else fi;
+       if :: spoilt[e] < cur -> needless_dirty = 1; assert(!needless_dirty) :: else fi;
        st[e] = DIRTY; break }
   :: atomic { late[cur] -> st[e] = DIRTY; break }    /* finish_timeout */
   :: atomic { !HAVE(R_ROLL) && crashed[cur] -> st[e] = READY; paused[e] = 0; served(e); break }
@@ -634,7 +636,8 @@ loop:
        :: else -> r = 0; break
        od;
        goto next_refit }
-  :: atomic { CAN(F_CRASH) -> strike_all(); crashed[ref] = 1; lent = 0;
+  :: atomic { CAN(F_CRASH) -> strike_all(); lent = 0;
+       do :: e < ref -> e++; crashed[e] = 1 :: else -> e = 0; break od;   /* whoever is still in an older refit is cut off too */
        if                                            /* what is on its way arrives, or is lost */
        :: true
        :: true ->
@@ -730,9 +733,9 @@ end:
        do :: r < NR && ENG(r) == q -> resets_r[r] = 1; r++ :: r < NR && ENG(r) != q -> r++ :: r == NR -> r = 0; break od;
        if :: stuck = 1 :: true fi :: else fi; q = 0 }
 #if NR == 3
-  :: atomic { (CAN(F_RANK) || CAN(F_RANKUP)) && !dead[TWO] && !stopped[TWO] ->
+  :: atomic { (CAN(F_RANK) || CAN(F_RANKUP) || (CAN(F_HELDUP) && st[TWO] == HELD)) && !dead[TWO] && !stopped[TWO] ->
        strike(TWO); rankinc++; lostrank[TWO] = dcur[TWO]; spoilt[TWO] = dcur[TWO];
-       if :: (FAULTS & F_RANK) -> rankless[TWO] = 1; hurt[TWO] = 255 :: (FAULTS & F_RANKUP) fi;
+       if :: (FAULTS & F_RANK) -> rankless[TWO] = 1; hurt[TWO] = 255 :: (FAULTS & (F_RANKUP + F_HELDUP)) fi;
        r = 2; wipe_rank(r); r = 0; m = 0; n = 0;
        if :: HAVE(R_RESTART) && (st[TWO] == READY || st[TWO] == PAUSED) -> st[TWO] = DIRTY; paused[TWO] = 1 :: else fi }
 #endif

@@ -213,6 +213,8 @@ class Coordinator:
         self._to_local, self._on_engine = to_local, on_engine
         self._members: dict[bytes, Member] = {}
         self._plans: dict[Any, tuple[tuple[Plan, ...], tuple[m.PlanWire, ...]]] = {}
+        self._incarnation = os.urandom(16).hex()
+        self._replaced: set[str] = set()  # incarnations of senders that another process has taken the place of
         self._lane_home: dict[str, tuple[bytes, int]] = {}
         self._early: dict[int, m.SendReady] = {}
         self._manifests: dict[int, Manifest | None] = {}
@@ -239,6 +241,7 @@ class Coordinator:
     def _join(self, link: bytes, join: m.Join) -> None:
         if link in self._members:  # it was cut off and is back before that was noticed
             self._on_lost(link)
+            self.hub.keep(link)
         error = self._refuse(join)
         if error is not None:
             log.warning("refused %s: %s", join.member, error)
@@ -247,6 +250,12 @@ class Coordinator:
         member = Member(link, join)
         self._members[link] = member
         if join.sender_rank >= 0:
+            before = self.senders.get(join.sender_rank)
+            if before is not None and before.join.incarnation != join.incarnation:
+                self._replaced.add(before.join.incarnation)
+                if (refusal := self._refuse(before.join)) is not None:
+                    self.hub.send(before.link, m.Welcome(run_id=self.run_id, error=m.WireError.of(refusal)))
+                self._on_lost(before.link)
             self.senders[join.sender_rank] = member
             self._told_plans.pop(join.sender_rank, None)
         else:
@@ -276,6 +285,13 @@ class Coordinator:
                 peer=join.member,
                 phase="join",
                 advice=advice,
+            )
+        if join.incarnation in self._replaced:
+            return ConfigError(
+                "another process has taken the place of this one",
+                peer=join.member,
+                phase="join",
+                advice="Make a new bus, once the other one is closed.",
             )
         if join.sender_rank >= 0:
             if join.senders != self.config.senders or not 0 < join.sender_rank < self.config.senders:
@@ -339,8 +355,10 @@ class Coordinator:
             f"{member.name} is gone", peer=member.name, advice="It may join again; the next send feeds it."
         )
         if member.join.sender_rank >= 0:
-            self.senders.pop(member.join.sender_rank, None)
-            self._sender_lost(member.join.sender_rank, error)
+            if self.senders.get(member.join.sender_rank) is member:  # else another process has taken its place
+                self.senders.pop(member.join.sender_rank)
+                self._early.pop(member.join.sender_rank, None)
+                self._sender_lost(member.join.sender_rank, error)
             return
         engine = self.engines.get(member.join.engine)
         if engine is not None:
@@ -361,7 +379,7 @@ class Coordinator:
 
     def _sender_lost(self, rank: int, error: WeightBusError) -> None:
         run = self.run
-        if run is None or run.ended:
+        if run is None or run.ended or rank not in run.ready:  # not in it yet: another may come in its place
             return
         if not run.streaming:
             run.error = run.error or error
@@ -375,6 +393,8 @@ class Coordinator:
         """A message of sender `rank`, this process included."""
         run = self.run
         if isinstance(message, m.SendReady):
+            if message.manifest is not None:  # now: this send may fail before it is gathered, and it is told once
+                self._manifests[rank] = message.manifest
             if run is not None and not run.ended and rank not in run.ready:
                 run.ready[rank] = message
             else:
@@ -384,6 +404,9 @@ class Coordinator:
             home = self._lane_home.get(message.lane)
             if home is not None:
                 self.hub.send(home[0], message)
+            return
+        if run is not None and isinstance(message, m.Abort) and message.refit == "":  # before SendPlan
+            self.abort(message.error.to_error())
             return
         if run is None or message.refit != run.refit:
             return
@@ -609,7 +632,6 @@ class Coordinator:
                     peer=f"sender/{rank}",
                     phase="offer",
                 )
-            self._manifests[rank] = ready.manifest or self._manifests.get(rank)
         run.direct = all(r.direct for r in run.ready.values())
         if any(r.direct for r in run.ready.values()) and not run.direct:
             raise ConfigError(
@@ -725,10 +747,13 @@ class Coordinator:
     def _lanes_of(self, run: RefitRun) -> None:
         multicast = self._backend.capabilities.multicast or self.config.lanes == "broadcast"
         index = 0
+        last: dict[int, str] = {}
         for e in run.active():
             for rank in range(e.engine.world):
                 sender = 0 if multicast else index % self.config.senders
-                lane = LaneRun(f"sender/{sender}->{e.name}/{rank}", e, rank, sender)
+                upstream = last.get(sender, "") if self.config.fanout == "chain" else ""
+                lane = LaneRun(f"sender/{sender}->{e.name}/{rank}", e, rank, sender, upstream)
+                last[sender] = lane.id
                 run.lanes[lane.id] = lane
                 self._lane_home[lane.id] = (e.ranks[rank].link, sender)
                 index += 1
@@ -778,6 +803,7 @@ class Coordinator:
                             plan_digest=plan.digest if plan else 0,
                             slot_bytes=0 if run.direct else plan.capacity_bytes if plan else sender_bytes // 16 * 16,
                             slots=self.config.slots,
+                            writer=self._writer(run, lane),
                             manifest=plan.manifest if plan and full else None,
                             plan=wires[lane.sender] if plan and full else None,
                         )
@@ -799,6 +825,14 @@ class Coordinator:
                     lanes=tuple(lanes),
                 ),
             )
+
+    def _writer(self, run: RefitRun, lane: LaneRun) -> str:
+        """Names the whole way to `lane`: a rank that gets a new writer makes its lane, and so its way on, anew."""
+        if lane.upstream:
+            before = run.lanes[lane.upstream]
+            return f"{self._writer(run, before)}/{before.engine.ranks[before.rank].join.incarnation}/{before.rank}"
+        mine = "" if lane.sender == 0 else self.senders[lane.sender].join.incarnation
+        return f"{self._incarnation}/{mine}"
 
     def _check(self, run: RefitRun) -> Any:
         """Every rank's check; any refusal ends the refit, with one error that lists all faults of all ranks."""
@@ -857,6 +891,9 @@ class Coordinator:
 
     def _connect(self, run: RefitRun, planned: tuple[Sequence[Plan], Sequence[m.PlanWire]]) -> Script:
         plans, wires = planned
+        for e in run.engines.values():
+            if not e.active:
+                self._fail_behind(run, e)
         answers = {lane: a for e in run.active() for lane, a in self._answers(run, e).items()}
         multicast = self._backend.capabilities.multicast
         for rank in range(self.config.senders):
@@ -911,7 +948,6 @@ class Coordinator:
     def _chain(self, run: RefitRun, answers: Sequence[m.LaneAnswer]) -> m.LaneSpec:
         """The first lane is the sender's; each of the others hangs behind the one before it."""
         for hop, (before, after) in enumerate(pairwise(answers), start=1):
-            run.lanes[after.lane].upstream = before.lane
             run.group_waits.add(after.lane)
             self.hub.send(
                 self._lane_home[before.lane][0],

@@ -299,6 +299,7 @@ class LaneOffer:
     plan_digest: int
     slot_bytes: int
     slots: int
+    writer: str = ""  # who will write into the slots: a lane is bound to one
     manifest: Manifest | None = None  # None: as remembered under plan_digest, or paged
     plan: PlanWire | None = None
 

@@ -103,6 +103,10 @@ class Hub:
             return False
         return True
 
+    def keep(self, link: bytes) -> None:
+        """Watch a link that was lost and has spoken again."""
+        self._links.add(link)
+
     def forget(self, link: bytes) -> None:
         self._links.discard(link)
 

@@ -23,15 +23,17 @@ def make(folder: Path, seed: int, kind: str = "llama", *, tied: bool = False) ->
     """Write a float32 checkpoint of `kind` into `folder` unless it is there.
 
     Args:
-        kind: llama, qwen2, qwen3 or qwen3moe. vLLM on CPU wants a head size of 32.
+        kind: llama, qwen2, qwen3, qwen3moe, or llama-wide (62 MB). vLLM on CPU wants a head size of 32.
     """
     import transformers as tf
 
     if (folder / "tokenizer.json").exists():
         return folder
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 16}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
     build = {
+        "llama-wide": lambda c: tf.LlamaForCausalLM(tf.LlamaConfig(**{**c, **heads, **wide})),
         "llama": lambda c: tf.LlamaForCausalLM(tf.LlamaConfig(**c, **heads)),
         "qwen2": lambda c: tf.Qwen2ForCausalLM(tf.Qwen2Config(**c, num_attention_heads=2, num_key_value_heads=1)),
         "qwen3": lambda c: tf.Qwen3ForCausalLM(tf.Qwen3Config(**c, **heads)),

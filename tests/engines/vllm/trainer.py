@@ -26,14 +26,8 @@ from weightbus.manifest import Manifest, TensorSpec
 def main() -> None:
     backend, receivers = sys.argv[1], int(sys.argv[2])
     options = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
-    with weightbus.WeightBus.sender(
-        "tcp://127.0.0.1:0",
-        receivers=receivers,
-        backend=backend,
-        bucket_bytes="64KiB",
-        poison=True,
-        **{"stall_timeout": 20.0, **options},
-    ) as bus:
+    settings = {"bucket_bytes": "64KiB", "poison": True, "stall_timeout": 20.0, **options}
+    with weightbus.WeightBus.sender("tcp://127.0.0.1:0", receivers=receivers, backend=backend, **settings) as bus:
         _say({"address": bus.address})
         for line in sys.stdin:
             _say(_send(bus, json.loads(line)))
@@ -64,7 +58,12 @@ def _send(bus: weightbus.WeightBus, order: dict[str, Any]) -> dict[str, Any]:
         )
     except weightbus.WeightBusError as exc:
         return {"error": type(exc).__name__, "text": str(exc), "engines": bus.engines()}
-    return {"outcomes": dict(report.outcomes), "seconds": dict(report.seconds), "engines": bus.engines()}
+    return {
+        "outcomes": dict(report.outcomes),
+        "seconds": dict(report.seconds),
+        "total_s": report.total_s,
+        "engines": bus.engines(),
+    }
 
 
 def _failing(tensors: dict[str, torch.Tensor], order: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
