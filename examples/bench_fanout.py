@@ -117,7 +117,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 gone = running.pop()
                 gone.kill()
                 gone.wait()
-            for fanout in ("chain", "star") if count > 1 else ("chain",):
+            for fanout in args.fanouts if count > 1 else ("chain",):
                 more = ("--receivers", str(count), "--fanout", fanout)
                 sender = start(0, "send", args, *more, stdout=subprocess.PIPE)
                 stack.callback(sender.kill)
@@ -170,6 +170,7 @@ def main() -> None:
     parser.add_argument("--fanout", default="chain", help=argparse.SUPPRESS)
     parser.add_argument("--receivers", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 4, 8], help="numbers of receivers; 1 is needed")
+    parser.add_argument("--fanouts", nargs="+", choices=("chain", "star"), default=["chain", "star"])
     parser.add_argument("--backend", default="ucx", help="one that can forward")
     parser.add_argument("--rate", default="200mbit", help="of each interface, as tc writes it")
     parser.add_argument("--buckets", type=int, default=32)

@@ -57,7 +57,7 @@ class RefitReport:
         return "\n".join([head, *rows, *ends])
 
 
-_RATED = ("export", "pack", "wire", "verify", "load")
+_RATED = ("pack", "wire", "verify", "load")
 
 
 @attrs.frozen(kw_only=True)

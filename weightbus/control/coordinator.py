@@ -748,7 +748,10 @@ class Coordinator:
         multicast = self._backend.capabilities.multicast or self.config.lanes == "broadcast"
         index = 0
         last: dict[int, str] = {}
-        for e in run.active():
+        for e in run.engines.values():
+            if not e.active:  # it keeps its places: who feeds whom does not depend on who is skipped
+                index += e.engine.world
+                continue
             for rank in range(e.engine.world):
                 sender = 0 if multicast else index % self.config.senders
                 upstream = last.get(sender, "") if self.config.fanout == "chain" else ""
