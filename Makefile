@@ -35,13 +35,13 @@ test-engines: $(VENV)/.ready
 	tests/engines/sglang/setup.sh .venv-sglang
 	.venv-sglang/bin/python -m pytest -m "engine and not slow" tests/engines/sglang
 	tests/engines/vllm/setup.sh .venv-vllm
-	.venv-vllm/bin/python -m pytest -m "engine and not slow" tests/engines/vllm
+	for file in tests/engines/vllm/test_*.py; do .venv-vllm/bin/python -m pytest -m "engine and not slow" $$file || exit 1; done
 
 test-engines-full: $(VENV)/.ready
 	tests/engines/sglang/setup.sh .venv-sglang
 	.venv-sglang/bin/python -m pytest -m engine tests/engines/sglang
 	tests/engines/vllm/setup.sh .venv-vllm
-	.venv-vllm/bin/python -m pytest -m engine tests/engines/vllm
+	for file in tests/engines/vllm/test_*.py; do .venv-vllm/bin/python -m pytest -m engine $$file || exit 1; done
 
 clean:
 	rm -rf $(VENV) .venv-sglang .venv-vllm bench-out

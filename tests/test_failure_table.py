@@ -264,3 +264,19 @@ def test_abort_of_an_engine_that_was_dirty_does_not_resume_it() -> None:
 def _breaks() -> Iterator[tuple[str, torch.Tensor]]:
     raise RuntimeError("at once")
     yield  # pragma: no cover
+
+
+def test_an_update_that_fails_in_the_background_ends_the_refit_at_once() -> None:
+    """As an engine's own reply does that comes before its ranks have loaded anything."""
+    with Row(None, stall_at="load:8", stall_s=1.0) as row:
+        driver = row.rx.bus._member.driver._driver
+
+        def poll() -> None:
+            if any(call.startswith("load") for call in row.fake.engine.calls):
+                raise weightbus.EngineError("the update was refused")
+
+        driver.poll = poll  # type: ignore[method-assign]
+        error = row.fails()
+        assert "the update was refused" in str(error)
+        del driver.poll
+        row.is_dirty()

@@ -189,6 +189,10 @@ class EngineDriver(ABC):
     def begin(self, refit: Refit, deadline: Deadline) -> None:
         """Pause, flush, open the update session. If it raises, `abort(loaded=False)` follows."""
 
+    def poll(self) -> None:  # noqa: B027 (optional step)
+        """Raise what a step that works on in the background has failed with. Called on the bus thread, often, between
+        `begin` and the decision; it returns at once."""
+
     @abstractmethod
     def finish(self, version: int, deadline: Deadline) -> None:
         """Close the update session, flush, publish ``str(version)``. Every rank has loaded everything."""

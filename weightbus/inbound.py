@@ -708,7 +708,7 @@ class RankSet:
         if error is not None:
             if run.touched:
                 self.verified_refit = ""
-            if not (run.aborted is error and run.told):
+            if not run.dropped and not (run.aborted is error and run.told):  # who ordered the drop reports
                 self._tell(m.RankFailed(refit=refit, error=m.WireError.of(error, f"{self.engine}/{self.ranks[0]}")))
             if run.touched:
                 yield from self._abort_loader(error)

@@ -57,6 +57,7 @@ class DriverRun:
     commit: m.Commit | None = None
     aborted: WeightBusError | None = None
     lost: bool = False
+    failed: WeightBusError | None = None
     begun: bool = False
     superseded: bool = False
     states: dict[tuple[int, ...], m.RankState] = attrs.field(factory=dict)
@@ -158,7 +159,18 @@ class Driver:
         """Some rank loaded a byte, or may have: a dead or silent one counts once bytes could flow."""
         return any(s.touched for s in run.states.values()) or bool(self._dead_ranks)
 
+    def _failed(self, run: DriverRun) -> bool:
+        """What the engine does in the background (an update call under way) has failed."""
+        if run.begun and run.failed is None:
+            try:
+                self._driver.poll()
+            except Exception as exc:
+                run.failed = self._placed(exc, "load")
+        return run.failed is not None
+
     def _rank_error(self, run: DriverRun) -> WeightBusError | None:
+        if self._failed(run):
+            return run.failed
         for state in run.states.values():
             if state.error is not None:
                 return state.error.to_error()
@@ -272,8 +284,11 @@ class Driver:
         if error is not None:
             return error
         self._tell(m.Begun(refit=run.offer.refit))
-        yield Wait(lambda: run.commit is not None or self._out(run) or bool(self._dead_ranks), run.deadline)
-        if run.commit is not None and run.aborted is None:
+        yield Wait(
+            lambda: run.commit is not None or self._out(run) or bool(self._dead_ranks) or self._failed(run),
+            run.deadline,
+        )
+        if run.commit is not None and run.aborted is None and run.failed is None:
             deadline = Deadline.after(run.commit.finish_timeout_s)
             return (yield from self._finish(run.offer.refit, run.offer.run_id, run.offer.version, deadline, run))
         return (yield from self._settle(run))
@@ -283,7 +298,7 @@ class Driver:
         was loaded; else DIRTY."""
         error = self._why(run)
         verified = self._covered(run, lambda s: s.verified)
-        if run.aborted is None and not self._dead_ranks and verified:
+        if run.aborted is None and run.failed is None and not self._dead_ranks and verified:
             self.held = Held(Outcome.HELD, run.offer.run_id, run.offer.version, str(error), run.offer.refit)
             return error
         self._order(m.RankOrder(refit=run.offer.refit, order="drop"))
@@ -298,6 +313,8 @@ class Driver:
     def _why(self, run: DriverRun) -> WeightBusError:
         if run.aborted is not None:
             return run.aborted
+        if run.failed is not None:
+            return run.failed
         if run.superseded:
             return RefitAborted("another refit was offered", peer="sender/0", phase="stream")
         if run.lost:
