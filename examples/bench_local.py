@@ -7,9 +7,7 @@ import sys
 
 from weightbus.cli import main
 
-SETTINGS = (
-    "bench --model qwen3-0.6b --backend local --digest on --digest off --baseline copy --baseline gloo --rounds 7"
-)
+SETTINGS = "bench --model qwen3-0.6b --backend local --digest on --digest off --baseline copy --baseline copy-flat --baseline gloo --rounds 7"
 
 if __name__ == "__main__":
     sys.argv[1:1] = SETTINGS.split()

@@ -204,10 +204,11 @@ def test_a_process_that_ends_in_order_leaves_nothing_and_exits_with_0(backend: s
 
 def test_a_bus_is_not_used_from_a_fork() -> None:
     with weightbus.WeightBus.sender("tcp://127.0.0.1:0", receivers=1, backend="loopback") as bus:
+        model = filled(1)  # before the fork: torch's own threads do not survive it
         pid = os.fork()
         if pid == 0:
             try:
-                bus.send(filled(1), version=1, timeout=1)
+                bus.send(model, version=1, timeout=1)
             except weightbus.LocalProtocolError as exc:
                 os._exit(0 if "fork" in str(exc) else 2)
             os._exit(1)

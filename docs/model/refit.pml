@@ -99,16 +99,12 @@
 #define VER(x) ((SAME && (x) >= SAME) -> (x) - 1 : (x))
 #define BIT(x) (1 << (x))
 #define W(r, b) w[2 * (r) + (b)]
-#define OF(e, r) (ENG(r) == (e))
 #if NR == 3
-#define EVERY(e, P) ((!OF(e, 0) || P(0)) && (!OF(e, 1) || P(1)) && (!OF(e, 2) || P(2)))
+#define EVERY(e, P) (((e) != 0 || P(0)) && ((e) != 1 || P(1)) && ((e) != TWO || P(2)))
+#define SOME(e, P) (((e) == 0 && P(0)) || ((e) == 1 && P(1)) || ((e) == TWO && P(2)))
 #else
-#define EVERY(e, P) ((!OF(e, 0) || P(0)) && (!OF(e, 1) || P(1)))
-#endif
-#if NR == 3
-#define SOME(e, P) ((OF(e, 0) && P(0)) || (OF(e, 1) && P(1)) || (OF(e, 2) && P(2)))
-#else
-#define SOME(e, P) ((OF(e, 0) && P(0)) || (OF(e, 1) && P(1)))
+#define EVERY(e, P) (((e) != 0 || P(0)) && ((e) != 1 || P(1)))
+#define SOME(e, P) (((e) == 0 && P(0)) || ((e) == 1 && P(1)))
 #endif
 
 mtype = { OFFER, BEGIN, COMMIT, ABORT, DRAINED, PULL };                 /* from the coordinator */
@@ -167,7 +163,7 @@ bit resets_d[2]; bit resets_r[NR];
 bit mixed_served, late_write, overrun, late_read, wrong_outcome, needless_dirty, not_healed;
 
 #define GONE(e) (dead[e] || einc[e] != known[e])
-#define STALE(r) (W(r, 0) != ever[ENG(r)] || W(r, 1) != ever[ENG(r)])
+#define STALE(r) (W(r, 0) != ever[e] || W(r, 1) != ever[e])
 inline served(e) {
   if :: !dead[e] && !rankless[e] && !paused[e] && SOME(e, STALE) -> mixed_served = 1; assert(!mixed_served) :: else fi
 }

@@ -13,7 +13,7 @@ from rich.table import Table
 from weightbus.cli.bench import Result, Row
 from weightbus.cli.optional import library
 
-RATIOS = ("copy", "gloo", "gloo-packed")
+RATIOS = ("copy", "copy-flat", "gloo", "gloo-packed", "cuda-ipc")
 MANY_TENSORS = 1000
 
 

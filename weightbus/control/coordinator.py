@@ -395,8 +395,11 @@ class Coordinator:
         if isinstance(message, m.SendReady):
             if message.manifest is not None:  # now: this send may fail before it is gathered, and it is told once
                 self._manifests[rank] = message.manifest
-            if run is not None and not run.ended and rank not in run.ready:
-                run.ready[rank] = message
+            going = run if run is not None and not run.ended else None
+            if going is not None and rank not in going.ready:
+                going.ready[rank] = message
+            elif going is not None and not going.streaming and going.ready[rank].version == message.version:
+                log.debug("sender %d said twice that it is ready: its connection came up meanwhile", rank)
             else:
                 self._early[rank] = message
             return
