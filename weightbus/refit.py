@@ -94,6 +94,7 @@ class Driver:
         self._made: EngineDriver | None = None
         self._tell, self._order, self._on_end = tell, order, on_end
         self._next: m.OfferDriver | None = None
+        self._busy = False
         self._asked: dict[tuple[int, ...], m.RankState] = {}
         self._dead_ranks: set[tuple[int, ...]] = set()
 
@@ -109,8 +110,10 @@ class Driver:
     def offer(self, offer: m.OfferDriver) -> None:
         if self.run is not None:
             self.run.superseded = self.run.lost = True
+        if self._busy:
             self._next = offer
         else:
+            self._busy = True
             self._reactor.start(self._script(offer))
 
     def begin(self, refit: str) -> None:
@@ -146,7 +149,10 @@ class Driver:
             self._order(m.RankOrder(refit=state.refit, order="drop"))  # it holds what this driver has left
 
     def rank_lost(self, serves: tuple[int, ...]) -> None:
+        """Its process may come back with other weights: what the engine held no longer counts."""
         self._dead_ranks.add(serves)
+        if self.run is None and self.held.outcome in (Outcome.READY, Outcome.PAUSED) and self.held.version >= 0:
+            self.held = Held(Outcome.DIRTY, self.held.run_id, -1, f"ranks {list(serves)} were lost")
 
     # ---- facts
 
@@ -184,6 +190,7 @@ class Driver:
         self._dead_ranks.clear()  # an offer comes only when every rank is here (again)
         answered = yield from self._answer(offer)
         if answered:
+            self._go_on()
             return
         run = self.run = DriverRun(offer, Deadline.after(offer.timeout_s), self.held)
         self._tell(m.DriverAnswer(refit=offer.refit, answer="OK"))
@@ -265,7 +272,7 @@ class Driver:
             return self._covered(run, lambda s: s.loaded)
 
         yield Wait(lambda: all_loaded() or self._rank_error(run) is not None, deadline)
-        if not all_loaded():
+        if not all_loaded() or self._dead_ranks:
             error = self._rank_error(run) or TransferTimeout(
                 "ranks did not load in time",
                 peer=self.engine,
@@ -288,7 +295,7 @@ class Driver:
             lambda: run.commit is not None or self._out(run) or bool(self._dead_ranks) or self._failed(run),
             run.deadline,
         )
-        if run.commit is not None and run.aborted is None and run.failed is None:
+        if run.commit is not None and run.aborted is None and run.failed is None and not self._dead_ranks:
             deadline = Deadline.after(run.commit.finish_timeout_s)
             return (yield from self._finish(run.offer.refit, run.offer.run_id, run.offer.version, deadline, run))
         return (yield from self._settle(run))
@@ -452,8 +459,13 @@ class Driver:
         if self.held.outcome is not Outcome.HELD and not self.held.is_at(run.offer.run_id, run.offer.version):
             self._order(m.RankOrder(refit=run.offer.refit, order="drop"))
         self._report(run.offer.refit, error, end=True, run=run)
-        if self._next is not None:
-            offer, self._next = self._next, None
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """One script at a time: an offer that came meanwhile is next."""
+        offer, self._next = self._next, None
+        self._busy = offer is not None
+        if offer is not None:
             self._reactor.start(self._script(offer))
 
     def _report(
