@@ -217,6 +217,24 @@ class EngineDriver(ABC):
         """The bus closes. Idempotent."""
 
 
+class StepFreeDriver(EngineDriver):
+    """For what serves nobody by itself (a module, a raw stream): every step succeeds at once."""
+
+    instant = True
+
+    def begin(self, refit: Refit, deadline: Deadline) -> None:
+        pass
+
+    def finish(self, version: int, deadline: Deadline) -> None:
+        pass
+
+    def resume(self, deadline: Deadline) -> None:
+        pass
+
+    def abort(self, reason: str, *, loaded: bool, resume: bool, deadline: Deadline) -> None:
+        pass
+
+
 class Adapter(ABC):
     """What an entry point of group ``weightbus.adapters`` names.
 

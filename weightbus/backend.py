@@ -126,6 +126,28 @@ class Work(ABC):
         return None
 
 
+class PostedWork(Work):
+    """A Work that its backend ends by hand, once: for backends that learn of the end themselves."""
+
+    def __init__(self) -> None:
+        self._state = State.PENDING
+        self._error: BaseException | None = None
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._error
+
+    def end(self, error: BaseException | None = None) -> None:
+        """DONE, or ERROR with its cause; only the first call counts."""
+        if self._state is State.PENDING:
+            self._error = error
+            self._state = State.DONE if error is None else State.ERROR
+
+
 @attrs.define(eq=False)
 class Region:
     """Contiguous memory known to one endpoint.

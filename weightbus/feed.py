@@ -38,7 +38,6 @@ class RankRun:
     told: bool = True
     go_load: bool = False
     dropped: bool = False
-    published: bool = False
     touched: bool = False
     verified: bool = False
     loaded: bool = False

@@ -404,16 +404,6 @@ def _copy(chunks: tuple[torch.Tensor, int], count: int, device: torch.device) ->
         _launch("copy_pieces", device, blocks, (table.data_ptr(), _u32(count), _u64(_COPY_CHUNK_BYTES)))
 
 
-def copy_many(
-    dst_ptrs: Sequence[int], src_ptrs: Sequence[int], nbytes: Sequence[int], stream: torch.cuda.Stream
-) -> None:
-    """Copy piece i of `nbytes[i]` bytes from `src_ptrs[i]` to `dst_ptrs[i]`, all in one launch on `stream`.
-
-    Addresses are of the stream's device or mapped there. The table is built anew at each call: see `CopyPlan`.
-    """
-    CopyPlan(dst_ptrs, src_ptrs, nbytes, stream.device)(stream)
-
-
 class CopyPlan:
     """A copy of many pieces whose addresses stay: the table is uploaded once."""
 

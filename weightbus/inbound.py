@@ -180,9 +180,6 @@ class RankSet:
         run = self.run
         if order.order == "state":
             self._say(run, order.refit)
-        elif order.order == "published":
-            if run is not None and run.offer.refit == order.refit:
-                run.published = True
         elif run is not None and run.offer.refit == order.refit:
             if order.order == "load":
                 run.go_load = True
@@ -538,7 +535,6 @@ class RankSet:
 
     def _take(self, run: RankRun, lane: InboundLane, landed: Landed) -> None:
         """A bucket is used up here: its slot is free, once it has been passed on too."""
-        lane.taken += 1
         run.bytes += landed.nbytes
         run.buckets += 1
         channel = lane.channel

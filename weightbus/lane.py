@@ -65,7 +65,6 @@ class InboundLane:
         self.pull: m.Pull | None = None
         self.pull_digest: m.PullDigest | None = None
         self.next_bucket = 0
-        self.taken = 0
         self.plan: Plan | None = None
         self.unpacker: Unpacker | None = None
         self.refit = b""
@@ -115,7 +114,7 @@ class InboundLane:
         self.ready.clear()
         self.pages.clear()
         self.aheads.clear()
-        self.page_end, self.next_bucket, self.taken = None, 0, 0
+        self.page_end, self.next_bucket = None, 0
         self.pull = self.pull_digest = None
         self.onward.reset()
 

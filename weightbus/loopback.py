@@ -25,9 +25,9 @@ from weightbus.backend import (
     Endpoint,
     EndpointSpec,
     GroupSpec,
+    PostedWork,
     Probe,
     Region,
-    State,
     Work,
 )
 from weightbus.deadline import Deadline
@@ -49,25 +49,6 @@ _exports: dict[bytes, tuple[torch.Tensor, ...]] = {}
 _groups: dict[tuple[bytes, str], _Group] = {}
 
 
-class _Work(Work):
-    def __init__(self) -> None:
-        self._state = State.PENDING
-        self._error: WeightBusError | None = None
-
-    @property
-    def state(self) -> State:
-        return self._state
-
-    @property
-    def error(self) -> BaseException | None:
-        return self._error
-
-    def end(self, error: WeightBusError | None = None) -> None:
-        if self._state is State.PENDING:
-            self._error = error
-            self._state = State.DONE if error is None else State.ERROR
-
-
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy, and wait for the copy: an operation that has ended no longer touches memory."""
     target.copy_(source)
@@ -80,7 +61,7 @@ class _Post:
     source: torch.Tensor
     header: bytes
     slot: int
-    work: _Work = attrs.field(factory=_Work)
+    work: PostedWork = attrs.field(factory=PostedWork)
 
     @property
     def nbytes(self) -> int:
@@ -245,7 +226,7 @@ class LoopbackEndpoint(Endpoint):
         self._regions: set[Region] = set()
         self._senders: list[_Sender] = []
         self._exported: dict[tuple[tuple[int, int], ...], bytes] = {}
-        self._reads: deque[tuple[_Work, bytes, tuple[torch.Tensor, ...]]] = deque()
+        self._reads: deque[tuple[PostedWork, bytes, tuple[torch.Tensor, ...]]] = deque()
         self._closed = False
         self.receiver: _Receiver | None = None
         with _lock:
@@ -336,7 +317,7 @@ class LoopbackEndpoint(Endpoint):
 
     def post_read(self, remote: bytes, local: Sequence[torch.Tensor]) -> Work:
         self._check_open()
-        work = _Work()
+        work = PostedWork()
         self._reads.append((work, remote, tuple(local)))
         return work
 

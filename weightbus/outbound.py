@@ -83,13 +83,11 @@ class Outbound:
         self.works: dict[int, Work] = {}
         self.posted = 0
         self.error: WeightBusError | None = None
-        self.wire_s = 0.0
         self._shares = capabilities.shares_memory
         self._ahead = None if capabilities.header_with_bytes else header_ahead
         self._verify = verify
         self._queue: deque[Post] = deque()
         self._credits: dict[str, set[int]] = {lane: set() for lane in link.lanes}
-        self._since = time.monotonic()
 
     def enqueue(self, post: Post) -> None:
         if self.lanes:
@@ -147,8 +145,6 @@ class Outbound:
                 del self.works[bucket]
                 moved = True
                 self._moved_s = time.monotonic()
-                if not self.works:
-                    self.wire_s += time.monotonic() - self._since
                 if work.state is State.ERROR and self.error is None:
                     self._fail(work.error, bucket)
         if self.error is None and self.link.channel.error is not None and self.lanes:
@@ -206,8 +202,6 @@ class Outbound:
             if self._ahead is not None:
                 for lane in self.lanes:
                     self._ahead(lane, slot, post.nbytes, header)
-            if not self.works:
-                self._since = time.monotonic()
             self.link.channel.operation_timeout_s = max(0.001, self._deadline.remaining_s(MAX_OPERATION_S))
             self.works[post.bucket] = self.link.channel.post_send(post.region, post.nbytes, header, slot)
             self.posted = post.bucket + 1

@@ -80,7 +80,6 @@ class MemberSide:
         self._driver_link: Link | None = None
         self._driver_hub: Hub | None = None
         self._rank_links: dict[bytes, tuple[int, ...]] = {}
-        self._rank_started = time.perf_counter()
         self._unsaid: m.RankState | None = None
         self.name = f"{config.engine}/{'+'.join(map(str, config.serves)) if config.serves else 'driver'}"
         if config.drives != "no":
@@ -211,7 +210,6 @@ class MemberSide:
             self._drives_now = message.driver_address == ""
             if message.driver_address:
                 self._reach_driver(message.driver_address)
-            self._rank_started = time.perf_counter()
             ranks.offer(message)
         elif isinstance(message, m.JoinGroup):
             ranks.join_group(message)
@@ -420,13 +418,6 @@ class MemberSide:
             item = self.jobs.take(Deadline.after(0.05))
             if item is not None and not isinstance(item, End):
                 self.jobs.execute(item)
-
-    def wait_joined(self, deadline: Deadline) -> None:
-        """Until the coordinator has said Welcome; raises its refusal. A coordinator that is not there yet is no error."""
-        self._reactor.wait(
-            lambda: bool(self.run_id) or self.refused is not None or self._link.refused is not None, deadline
-        )
-        self._raise_refused()
 
     def leave(self) -> None:
         """On the bus thread: say good-bye and let go of sockets."""

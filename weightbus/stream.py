@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weightbus.adapter import Adapter, Batch, EngineDriver, EngineLoader, Fault, LoadResult, Refit
+from weightbus.adapter import Adapter, Batch, EngineDriver, EngineLoader, Fault, LoadResult, StepFreeDriver
 from weightbus.deadline import Deadline
 from weightbus.errors import EndpointClosed, RefitAborted
 from weightbus.jobs import End, Job
@@ -17,24 +17,6 @@ from weightbus.report import RefitReport
 
 if TYPE_CHECKING:
     from weightbus.receiver import MemberSide
-
-
-class StreamDriver(EngineDriver):
-    """There is no engine: every step succeeds."""
-
-    instant = True
-
-    def begin(self, refit: Refit, deadline: Deadline) -> None:
-        pass
-
-    def finish(self, version: int, deadline: Deadline) -> None:
-        pass
-
-    def resume(self, deadline: Deadline) -> None:
-        pass
-
-    def abort(self, reason: str, *, loaded: bool, resume: bool, deadline: Deadline) -> None:
-        pass
 
 
 class StreamLoader(EngineLoader):
@@ -61,7 +43,7 @@ class StreamAdapter(Adapter):
         self.stream_loader: StreamLoader | None = None
 
     def driver(self) -> EngineDriver:
-        return StreamDriver()
+        return StepFreeDriver()
 
     def loader(self, ranks: Sequence[int], device: torch.device | None) -> EngineLoader:
         self.stream_loader = StreamLoader(device or torch.device("cpu"))

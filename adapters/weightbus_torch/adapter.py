@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import attrs
 import torch
 
-from weightbus.adapter import Adapter, Batch, EngineDriver, EngineLoader, Fault, LoadResult, Refit
-from weightbus.deadline import Deadline
+from weightbus.adapter import Adapter, Batch, EngineDriver, EngineLoader, Fault, LoadResult, StepFreeDriver
 from weightbus.errors import ConfigError, EngineError
 from weightbus.manifest import Manifest, TensorSpec, dtype_name
 from weightbus.names import clean, is_leftover
@@ -56,7 +55,7 @@ class TorchAdapter(Adapter):
 
     def driver(self) -> EngineDriver:
         """A driver without steps: a module serves nobody by itself; the process that holds it does not use it now."""
-        return _Driver()
+        return StepFreeDriver()
 
     def loader(self, ranks: Sequence[int], device: torch.device | None) -> EngineLoader:
         """The loader of the one rank that this module is.
@@ -70,22 +69,6 @@ class TorchAdapter(Adapter):
         if len(ranks) != 1:
             raise ConfigError(f"one module serves one rank, not ranks {list(ranks)}", advice="one receiver per module")
         return self._loader
-
-
-class _Driver(EngineDriver):
-    instant = True
-
-    def begin(self, refit: Refit, deadline: Deadline) -> None:
-        pass
-
-    def finish(self, version: int, deadline: Deadline) -> None:
-        pass
-
-    def resume(self, deadline: Deadline) -> None:
-        pass
-
-    def abort(self, reason: str, *, loaded: bool, resume: bool, deadline: Deadline) -> None:
-        pass
 
 
 @attrs.frozen(eq=False)

@@ -15,12 +15,12 @@ from typing import Any
 import attrs
 import torch
 
-from weightbus.backend import LANE_KEY_BYTES, MAX_HEADER_BYTES, Arrival, Channel, Region, Work
+from weightbus.backend import LANE_KEY_BYTES, MAX_HEADER_BYTES, Arrival, Channel, PostedWork, Region, Work
 from weightbus.deadline import Deadline
 from weightbus.errors import EndpointClosed, LocalProtocolError, RemoteProtocolError, TransportError, WeightBusError
 from weightbus_local.cuda import Span, driver
 from weightbus_local.host import map_received
-from weightbus_local.wire import VERSION, Frame, Kind, Link, Poller, Posted, peer_of
+from weightbus_local.wire import VERSION, Frame, Kind, Link, Poller, peer_of
 
 _MAX_REGIONS = 4096
 _MAX_LEASES = 4096
@@ -100,7 +100,7 @@ class SendChannel(Channel):
         if len(header) > MAX_HEADER_BYTES or not 0 <= slot < 1 << 32:
             raise LocalProtocolError(f"A header of {len(header)} bytes for slot {slot} cannot be posted.")
         self.offer(region.handle)
-        work = Posted()
+        work = PostedWork()
         self._link.send(Frame(Kind.POST, region.handle.frame.region, slot, nbytes, header), work)
         return work
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import attrs
 
-from weightbus.backend import MAX_HEADER_BYTES, State, Work
+from weightbus.backend import MAX_HEADER_BYTES, PostedWork
 from weightbus.errors import PeerLost, ProtocolError, RemoteProtocolError, TransportError, WeightBusError
 
 VERSION = 1
@@ -67,27 +67,6 @@ class Frame:
             return cls(Kind(kind), region, slot, nbytes, data[_FRAME.size :], fd)
         except (struct.error, ValueError) as exc:
             raise RemoteProtocolError(f"A frame of {len(data)} bytes is not of this protocol.") from exc
-
-
-class Posted(Work):
-    """A frame on its way."""
-
-    def __init__(self) -> None:
-        self._state = State.PENDING
-        self._error: WeightBusError | None = None
-
-    @property
-    def state(self) -> State:
-        return self._state
-
-    @property
-    def error(self) -> BaseException | None:
-        return self._error
-
-    def end(self, error: WeightBusError | None = None) -> None:
-        if self._state is State.PENDING:
-            self._error = error
-            self._state = State.DONE if error is None else State.ERROR
 
 
 class Poller:
@@ -148,7 +127,7 @@ class Link:
         self.error: WeightBusError | None = None
         self._poller = poller
         self._fd = sock.fileno()
-        self._queue: deque[tuple[Frame, Posted | None]] = deque()
+        self._queue: deque[tuple[Frame, PostedWork | None]] = deque()
         self._lock = threading.Lock()  # drain and progress may meet
 
     def watch(self, ready: Callable[[], None]) -> None:
@@ -160,7 +139,7 @@ class Link:
     def idle(self) -> bool:
         return not self._queue
 
-    def send(self, frame: Frame, work: Posted | None = None) -> None:
+    def send(self, frame: Frame, work: PostedWork | None = None) -> None:
         """Queue a frame and send what goes without blocking. `work` ends when the kernel has the frame."""
         if self.error is None:
             self._queue.append((frame, work))

@@ -54,9 +54,10 @@ class Member:
     def name(self) -> str:
         return self.join.member
 
-    def known_dead(self, host: str) -> bool:
-        """Its process is gone, which only its own host can tell."""
-        return self.join.host == host and self.join.pid > 0 and not os.path.exists(f"/proc/{self.join.pid}")
+    def fate(self, host: str) -> str:
+        """Outcome of an engine that lost it: DEAD where its process is gone, which only its own host can tell."""
+        dead = self.join.host == host and self.join.pid > 0 and not os.path.exists(f"/proc/{self.join.pid}")
+        return Outcome.DEAD.value if dead else Outcome.UNKNOWN.value
 
 
 @attrs.define(eq=False)
@@ -364,7 +365,7 @@ class Coordinator:
         if engine is not None:
             engine.members.pop(link, None)
             if not engine.members or member.join.drives == "yes" or len(engine.serving()) < engine.world:
-                engine.outcome = Outcome.DEAD.value if member.known_dead(self._host) else Outcome.UNKNOWN.value
+                engine.outcome = member.fate(self._host)
         run = self.run
         if run is not None and member.join.engine in run.engines:
             self._engine_lost(run, run.engines[member.join.engine], member, error)
@@ -373,7 +374,7 @@ class Coordinator:
     def _engine_lost(self, run: RefitRun, e: EngineRun, member: Member, error: WeightBusError) -> None:
         if member.link == e.driver.link and not e.outcome:
             self.fail(run, e, error)
-            e.outcome = Outcome.DEAD.value if member.known_dead(self._host) else Outcome.UNKNOWN.value
+            e.outcome = member.fate(self._host)
         elif member.link in e.links and not e.committed:
             self.fail(run, e, error)
 
