@@ -31,17 +31,16 @@ bench: $(VENV)/.ready
 model:
 	docs/model/check.sh
 
-test-engines: $(VENV)/.ready
+# vLLM: a process for each file, as an engine's end takes the process groups of the others in its process along.
+test-engines: ROWS = engine and not slow
+test-engines-full: ROWS = engine
+test-engines test-engines-full: ENGINES = -v -m "$(ROWS)" -o faulthandler_timeout=600
+test-engines test-engines-full: $(VENV)/.ready
 	tests/engines/sglang/setup.sh .venv-sglang
-	.venv-sglang/bin/python -m pytest -m "engine and not slow" tests/engines/sglang
+	.venv-sglang/bin/python -m pytest $(ENGINES) tests/engines/sglang
 	tests/engines/vllm/setup.sh .venv-vllm
-	for file in tests/engines/vllm/test_*.py; do .venv-vllm/bin/python -m pytest -m "engine and not slow" $$file || exit 1; done
-
-test-engines-full: $(VENV)/.ready
-	tests/engines/sglang/setup.sh .venv-sglang
-	.venv-sglang/bin/python -m pytest -m engine tests/engines/sglang
-	tests/engines/vllm/setup.sh .venv-vllm
-	for file in tests/engines/vllm/test_*.py; do .venv-vllm/bin/python -m pytest -m engine $$file || exit 1; done
+	for file in tests/engines/vllm/test_*.py; do .venv-vllm/bin/python -m pytest $(ENGINES) $$file || exit 1; done
+	$(PYTEST) $(ENGINES) tests/engines/together
 
 clean:
 	rm -rf $(VENV) .venv-sglang .venv-vllm bench-out

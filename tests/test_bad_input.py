@@ -102,6 +102,22 @@ def test_all_wrong_settings_of_a_sender_are_listed_at_once() -> None:
     )  # fmt: skip
 
 
+def test_settings_token_backend_and_device_are_listed_at_once() -> None:
+    text = refused(
+        ["slots is 0", "the token is weak", "no backend 'pigeon' is installed", "'abacus' is not a device",
+         "Nothing was bound or allocated", "known backends:", "`weightbus token` makes one"],
+        lambda: WeightBus.sender("tcp://127.0.0.1:0", slots=0, token="short", backend="pigeon", device="abacus"),
+    )  # fmt: skip
+    assert text.count("Nothing was bound") == 1
+
+
+def test_what_a_backend_cannot_do_is_listed_with_the_rest() -> None:
+    refused(
+        ["slots is 0", "direct=True has no buckets to pass on"],
+        lambda: WeightBus.sender("tcp://127.0.0.1:0", **{**LOOPBACK, "slots": 0, "fanout": "chain", "direct": True}),
+    )
+
+
 RECEIVER_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "engine": ({"engine": ""}, "engine '' is no name"),
     "engine with a slash": ({"engine": "a/b"}, "engine 'a/b' is no name"),
@@ -131,6 +147,17 @@ def test_all_wrong_settings_of_a_receiver_are_listed_at_once() -> None:
         ["address: 'x' is not an address", "engine '' is no name", "rank 3 of 2 ranks", "stage is 'disk'"],
         lambda: WeightBus.receiver("x", engine="", rank=3, ranks=2, stage="disk", backend="loopback"),
     )
+    refused(
+        ["engine '' is no name", "the token is weak", "no adapter 'steam' is installed", "no backend 'pigeon' is installed",
+         "pattern '(' is no regular expression", "'abacus' is not a device"],
+        lambda: WeightBus.receiver("tcp://127.0.0.1:9", engine="", token="short", adapter="steam", backend="pigeon",
+                                   names={"(": "x"}, device="abacus"),
+    )  # fmt: skip
+    refused(
+        ["rank None of 0 ranks", "the token is weak", "unknown option 'colour'"],
+        lambda: WeightBus.driver("tcp://127.0.0.1:9", engine="e0", ranks=0, token="short", adapter="torch",
+                                 adapter_options={"colour": 1}),
+    )  # fmt: skip
 
 
 ADDRESSES = ["", "127.0.0.1:5", "tcp://127.0.0.1", "tcp://:5", "tcp://127.0.0.1:port", "tcp://127.0.0.1:70000",
@@ -569,13 +596,16 @@ def test_a_member_that_asks_for_the_plan_without_end_is_dropped() -> None:
         return m.RanksAnswer(refit=message.refit, need_plan=True) if isinstance(message, m.RanksAnswer) else message
 
     with (
-        sender(receivers=2, stall_timeout=1.0) as bus,
+        sender(receivers=2, stall_timeout=10.0) as bus,
         receiving(bus, adapter=fake()) as rx,
-        Puppet(bus.address, spoil=spoil),
+        Puppet(bus.address, spoil=spoil) as puppet,
     ):
         wait_until(lambda: len(bus.engines()) == 2)
-        with pytest.raises(weightbus.PartialRefitError, match="puppet") as raised:
-            bus.send(A, version=1, timeout=10)
+        with pytest.raises(weightbus.PartialRefitError, match="asked for the plan that it has got") as raised:
+            bus.send(A, version=1, timeout=30)
+        assert isinstance(raised.value.__cause__, weightbus.RemoteProtocolError)
+        assert "puppet/0" in str(raised.value.__cause__)
+        assert len([x for x in puppet.heard if isinstance(x, m.OfferRanks)]) == 2
         assert raised.value.outcomes["e0"] == "READY(1)"
         assert same(rx.engine.weights[0], A)
 

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightbus import digest as digests
-from weightbus.bucket import POISON, DirectDigest, Packer, Unpacker, plain_bytes
+from weightbus.bucket import POISON, Packer, Unpacker, plain_bytes
 from weightbus.errors import RemoteProtocolError
 from weightbus.header import Header
 from weightbus.manifest import DTYPES, Manifest, TensorSpec
 from weightbus.plan import MAX_BUCKET_BYTES, Plan, make_plans
+from weightbus.resident import Tables
 
 QUICK = settings(max_examples=40, deadline=None)
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -82,6 +83,12 @@ def manifest_of(model: dict[str, torch.Tensor]) -> Manifest:
     return Manifest([TensorSpec.of(name, tensor) for name, tensor in model.items()])
 
 
+def resident_digest(plan: Plan, tensors: list[torch.Tensor]) -> int:
+    tables = Tables()
+    assert tables.fit(plan, tensors, torch.device("cpu"))
+    return tables.digest(plan).value()
+
+
 def pack(
     plan: Plan, model: dict[str, torch.Tensor], *, verify: bool = True, past: int = POISON
 ) -> list[tuple[torch.Tensor, Any]]:
@@ -109,7 +116,7 @@ def test_packed_bytes_equal_the_reference_and_nothing_else_is_written(
             want[s.offset : s.offset + s.nbytes] = whole[s.tensor][s.tensor_offset : s.tensor_offset + s.nbytes]
         assert bytes(memory.tolist()) == bytes(want)
         assert packed.used_bytes == bucket.used_bytes
-        assert packed.ready()
+        assert packed.pending.ready()
 
 
 @QUICK
@@ -135,7 +142,7 @@ def test_unpacked_tensors_equal_what_was_packed(model: dict[str, torch.Tensor], 
 def test_the_digest_made_while_packing_is_that_of_the_bucket(model: dict[str, torch.Tensor], size: int) -> None:
     (plan,) = make_plans([manifest_of(model)], [], size)
     for memory, packed in pack(plan, model):
-        assert packed.digest() == digests.host_digest(digests.tensor_bytes_view(memory), packed.used_bytes)
+        assert packed.pending.value() == digests.host_digest(digests.tensor_bytes_view(memory), packed.used_bytes)
 
 
 @pytest.mark.parametrize("numel", [1, (512 << 10) - 1, 512 << 10, (512 << 10) + 1, (3 << 20) + 5])
@@ -147,10 +154,10 @@ def test_the_digest_of_buckets_larger_than_the_cache_block(numel: int) -> None:
     }
     (plan,) = make_plans([manifest_of(model)], [], 8 << 20)
     ((memory, packed),) = pack(plan, model, past=0)
-    assert packed.digest() == digests.digest(memory, packed.used_bytes)
+    assert packed.pending.value() == digests.digest(memory, packed.used_bytes)
     flipped = memory.clone()
     flipped[packed.used_bytes - 1] ^= 1
-    assert digests.digest(flipped, packed.used_bytes) != packed.digest()
+    assert digests.digest(flipped, packed.used_bytes) != packed.pending.value()
 
 
 @QUICK
@@ -159,13 +166,13 @@ def test_a_digest_where_tensors_lie_equals_that_of_a_zeroed_bucket(model: dict[s
     plain = {name: t.contiguous() for name, t in model.items()}
     (plan,) = make_plans([manifest_of(plain)], [], MAX_BUCKET_BYTES)
     ((memory, packed),) = pack(plan, plain, past=0)
-    assert DirectDigest()(plan, list(plain.values())) == digests.digest(memory, packed.used_bytes)
+    assert resident_digest(plan, list(plain.values())) == digests.digest(memory, packed.used_bytes)
 
 
 def test_without_verify_there_is_no_digest() -> None:
     model = {"a": torch.ones(4)}
     (plan,) = make_plans([manifest_of(model)], [], 256)
-    assert [packed.digest() for _, packed in pack(plan, model, verify=False)] == [0]
+    assert [packed.pending.value() for _, packed in pack(plan, model, verify=False)] == [0]
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])

@@ -8,9 +8,10 @@ import torch
 import weightbus
 from tests.harness import FAST, Receiving, wait_until
 from weightbus import WeightBus
-from weightbus.bucket import DirectDigest, Packer
+from weightbus.bucket import Packer
 from weightbus.plan import MAX_BUCKET_BYTES, Manifest, make_plans
 from weightbus.registry import load_backend
+from weightbus.resident import Tables
 from weightbus.testing.peers import Peer
 
 BACKENDS = [name for name in ("loopback", "local", "nixl") if load_backend(name).probe().ok]
@@ -96,4 +97,6 @@ def test_the_digest_of_tensors_where_they_lie_is_that_of_one_bucket() -> None:
     packer = Packer(bucket, verify=True)
     for segment in plan.buckets[0].segments:
         packer.put(segment, list(source.values())[segment.tensor])
-    assert DirectDigest()(plan, list(source.values())) == packer.finish().digest()
+    tables = Tables()
+    assert tables.fit(plan, list(source.values()), torch.device("cpu"))
+    assert tables.digest(plan).value() == packer.finish().pending.value()

@@ -163,9 +163,9 @@ class EngineLoader(ABC):
     def resident(self, manifest: Manifest) -> list[torch.Tensor] | None:
         """Memory of the engine that core may write itself in place of `load`, one tensor per spec of `manifest`.
 
-        Called in the caller's thread before the first byte of a refit; the tensors are contiguous, of the spec's shape
-        and dtype, and stay where they are until the refit ends. None (the default): `load` is called. What core writes
-        counts as loaded: a failure after it is the row "in place" of the failure table.
+        Called in the caller's thread before the first byte of a refit, and maybe before `begin`; the tensors are
+        contiguous, of the spec's shape and dtype, and stay where they are until the refit ends. None (the default):
+        `load` is called. What core writes counts as loaded: a failure after it is the row "in place" of the failure table.
         """
         return None
 

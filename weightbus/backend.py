@@ -125,6 +125,11 @@ class Work(ABC):
         """The cause once `state` is ERROR."""
         return None
 
+    @property
+    def digest(self) -> int | None:
+        """Of a read that is DONE: the digest of what was read, as if packed into one bucket; None: core makes it."""
+        return None
+
 
 class PostedWork(Work):
     """A Work that its backend ends by hand, once: for backends that learn of the end themselves."""
@@ -298,8 +303,12 @@ class Endpoint(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has no export")
 
-    def post_read(self, remote: bytes, local: Sequence[torch.Tensor]) -> Work:
-        """`pull`: start to copy the i-th exported tensor into ``local[i]`` (contiguous, same bytes)."""
+    def post_read(self, remote: bytes, local: Sequence[torch.Tensor], *, digest: bool = False) -> Work:
+        """`pull`: start to copy the i-th exported tensor into ``local[i]`` (contiguous, same bytes).
+
+        Args:
+            digest: the Work's `digest` is wanted; a backend that cannot make it in the same pass ignores this.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no post_read")
 
     @abstractmethod

@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import attrs
 import torch
 
 from weightbus import digest as digests
 from weightbus.digest import LEAF_BYTES
+from weightbus.host import CACHED_BYTES, Done
 from weightbus.manifest import TensorSpec
 from weightbus.plan import Plan, Segment
+from weightbus.resident import Pending
 
-CACHED_BYTES = 512 << 10  # copied, then digested while still in the core's cache
 POISON = 0xA5
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Packed:
-    """A bucket that is full, or will be once `ready()`.
-
-    Attributes:
-        used_bytes: bytes to send.
-        ready: True once the device has finished packing; host buckets are ready at once.
-        digest: call it when ready.
-    """
+    """A bucket that is full, or will be once `pending.ready()`; then `pending.value()` is its digest."""
 
     used_bytes: int
-    ready: Callable[[], bool]
-    digest: Callable[[], int]
+    pending: Pending
 
 
 def plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -39,31 +32,17 @@ def plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
 
 
-GatherTables = dict[tuple[int, int], tuple[list[tuple[int, int, int]], Any]]
-
-
 class Packer:
-    """Fills one bucket by rising offset, digesting as it goes.
+    """Fills one bucket by rising offset from tensors that are valid only while they are put (see `resident` for others).
 
-    A host bucket is copied at `put`. On CUDA pieces of the bucket's own device are gathered in one launch at `finish`,
-    on the caller's current stream: their memory must stay until then.
+    Everything is copied at `put`, on CUDA on the caller's current stream; host memory is digested on the way.
 
     Args:
-        target: ``[capacity]`` uint8, the bucket's memory; written by `put` and until `Packed.ready`.
+        target: ``[capacity]`` uint8, the bucket's memory; written by `put` and until the end is `ready`.
         verify: compute the digest.
-        tables: gather tables of earlier refits, by place; kept by the caller as long as the slots.
-        place: key of this bucket in `tables`.
-        at_once: copy at `put` on CUDA too, for sources that reuse their memory.
     """
 
-    def __init__(
-        self,
-        target: torch.Tensor,
-        verify: bool,
-        tables: GatherTables | None = None,
-        place: tuple[int, int] = (0, 0),
-        at_once: bool = True,
-    ) -> None:
+    def __init__(self, target: torch.Tensor, verify: bool) -> None:
         self._target = target
         self._verify = verify
         self._host = target.device.type == "cpu"
@@ -72,26 +51,17 @@ class Packer:
         self._end = 0
         self._leaves: list[bytes] = []
         self._hashed = 0  # leaves
-        self._tables, self._place, self._at_once = tables, place, at_once
-        self._pieces: list[tuple[int, int, int]] = []  # offset, address, length: gathered at `finish`
-        self._kept: list[torch.Tensor] = []
-        self._mixed = False  # some bytes were copied at `put`: a fused digest would not see them
 
     def put(self, segment: Segment, tensor: torch.Tensor, source: torch.Tensor | None = None) -> None:
         """Copy one segment. `source` is `plain_bytes(tensor)` where the caller has it already."""
         plain = source is None and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         if not plain and source is None:
             source = plain_bytes(tensor)
-        address = (tensor if source is None else source).data_ptr() + segment.tensor_offset
         if self._host and tensor.device.type == "cpu":
+            address = (tensor if source is None else source).data_ptr() + segment.tensor_offset
             self._copy_host(segment, address)
             return
         self._end = segment.offset + segment.nbytes
-        if not self._at_once and tensor.device == self._target.device:
-            self._pieces.append((segment.offset, address, segment.nbytes))
-            self._kept.append(tensor if source is None else source)
-            return
-        self._mixed = True
         source = plain_bytes(tensor) if source is None else source
         piece = source[segment.tensor_offset : segment.tensor_offset + segment.nbytes]
         self._target[segment.offset : self._end].copy_(piece, non_blocking=not self._host)
@@ -119,32 +89,18 @@ class Packer:
         """The bucket is full."""
         used = self._end
         if not self._host:
-            return self._finish_device(used)
+            from weightbus import gpu  # CuPy, only where there are CUDA buckets
+
+            return Packed(
+                used, gpu.digest_async(self._target, used) if self._verify else gpu.after(self._target.device)
+            )
         value = 0
         if self._verify:
-            last = -(-used // LEAF_BYTES)
+            last = digests.num_leaves(used)
             if last > self._hashed:
                 self._leaves.append(digests.leaf_digests(self._bytes, self._hashed, last, used))
             value = digests.root(b"".join(self._leaves), used)
-        return Packed(used_bytes=used, ready=lambda: True, digest=lambda: value)
-
-    def _finish_device(self, used: int) -> Packed:
-        from weightbus import gpu  # CuPy, only where there are CUDA buckets
-
-        pending = None
-        if self._pieces:
-            tables = self._tables if self._tables is not None else {}
-            known = tables.get(self._place)
-            if known is None or known[0] != self._pieces:
-                known = tables[self._place] = (self._pieces, gpu.Pieces.of(self._target, self._pieces))
-            pending = known[1].gather(digest=self._verify and not self._mixed)
-        if self._verify and pending is None:
-            pending = gpu.digest_async(self._target, used)
-        if pending is not None:
-            return Packed(used_bytes=used, ready=pending.ready, digest=pending.value)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return Packed(used_bytes=used, ready=event.query, digest=lambda: 0)
+        return Packed(used, Done(value))
 
 
 def view_of(spec: TensorSpec, memory: torch.Tensor, offset: int) -> torch.Tensor:
@@ -159,49 +115,6 @@ def warm_up(device: torch.device) -> None:
     from weightbus import gpu  # CuPy, only where there is CUDA memory
 
     gpu.warm_up(device)
-
-
-def direct_pieces(plan: Plan, tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
-    """(offset, address, length) of each tensor of a direct refit's one virtual bucket."""
-    return [(s.offset, tensors[s.tensor].data_ptr(), s.nbytes) for s in plan.buckets[0].segments]
-
-
-class DirectDigest:
-    """The digest of tensors where they lie, as if packed into the plan's one bucket. Its tables are kept."""
-
-    def __init__(self) -> None:
-        self._known: tuple[list[tuple[int, int, int]], Any] = ([], None)
-
-    def __call__(self, plan: Plan, tensors: Sequence[torch.Tensor]) -> int:
-        """Waits for the device, on the caller's current stream."""
-        pieces = direct_pieces(plan, tensors)
-        if tensors and tensors[0].is_cuda:
-            from weightbus import gpu  # CuPy, only where there is CUDA memory
-
-            if self._known[0] != pieces:
-                self._known = (pieces, gpu.PieceDigest(pieces, tensors[0].device))
-            return int(self._known[1].start().value())
-        return _host_pieces_digest(pieces)
-
-
-def _host_pieces_digest(pieces: Sequence[tuple[int, int, int]]) -> int:
-    buffer = torch.zeros(CACHED_BYTES, dtype=torch.uint8)
-    view, base = digests.tensor_bytes_view(buffer), buffer.data_ptr()
-    used = pieces[-1][0] + pieces[-1][2] if pieces else 0
-    leaves, at = [], 0
-    for start in range(0, used, CACHED_BYTES):
-        end = min(start + CACHED_BYTES, used)
-        buffer.zero_()
-        while at < len(pieces) and pieces[at][0] < end:
-            offset, address, length = pieces[at]
-            low, high = max(offset, start), min(offset + length, end)
-            if high > low:
-                ctypes.memmove(base + low - start, address + low - offset, high - low)
-            if offset + length > end:
-                break
-            at += 1
-        leaves.append(digests.leaf_digests(view, 0, digests.num_leaves(end - start), end - start))
-    return digests.root(b"".join(leaves), used)
 
 
 class Unpacker:
@@ -233,17 +146,13 @@ class Unpacker:
         self._collect(index, memory)
         at = {s.tensor: s.offset for s in plan.buckets[index].segments}
         batch = []
-        for unit in plan.deliveries[index]:
-            for i in unit.tensors:
-                spec = plan.manifest.tensors[i]
-                tensor = (
-                    view_of(spec, memory, at[i])
-                    if unit.direct
-                    else view_of(spec, self._assembly.pop(i), 0)
-                    if spec.nbytes
-                    else view_of(spec, memory, 0)
-                )
-                batch.extend((name, tensor) for name in self._names[i])
+        for i in plan.deliveries[index]:
+            spec = plan.manifest.tensors[i]
+            if i in plan.assembled and spec.nbytes:
+                tensor = view_of(spec, self._assembly.pop(i), 0)
+            else:
+                tensor = view_of(spec, memory, at.get(i, 0))
+            batch.extend((name, tensor) for name in self._names[i])
         return batch
 
     def _direct(self, index: int, memory: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

@@ -13,7 +13,7 @@ import torch
 
 from weightbus.adapter import Adapter
 from weightbus.backend import Backend
-from weightbus.config import SizeLike, check_receiver, check_sender, device_of, host_id, parse_bytes
+from weightbus.config import Faults, SizeLike, check_receiver, check_sender, device_of, host_id, parse_bytes
 from weightbus.control import messages as m
 from weightbus.control import security
 from weightbus.control.coordinator import Coordinator, CoordinatorConfig
@@ -96,9 +96,9 @@ class WeightBus:
     Every call blocks to the point its docstring states, with a timeout in seconds.
     """
 
-    def __init__(self, reactor: Reactor, close: list[Callable[[], None]]) -> None:
+    def __init__(self, reactor: Reactor) -> None:
         self._reactor = reactor
-        self._closers = close
+        self._closers: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._closed = False
@@ -153,7 +153,7 @@ class WeightBus:
             backend: entry-point name, or ``"module:Class"``.
             backend_options: for the backend's constructor.
             device: where buckets live; default the CPU.
-            bucket_bytes: size of a bucket, bytes or text such as ``"512MiB"``; default 256 MiB, on CUDA 1 GiB.
+            bucket_bytes: size of a bucket, bytes or text such as ``"512MiB"``; default 32 MiB, on CUDA 1 GiB.
             slots: buckets per side; 2 overlaps packing, transfer and load.
             lanes: ``"paired"``: receiver r is fed by sender r mod S; ``"broadcast"``: sender 0 feeds all.
             fanout: rank 0: ``"star"``: a sender feeds each of its ranks itself; ``"chain"``: it feeds the first, and
@@ -177,139 +177,108 @@ class WeightBus:
         Raises:
             ConfigError: all wrong settings at once; nothing was bound or allocated.
         """
-        events = guarded(events)
-        where = device_of(device)
-        size = check_sender(
-            bind=bind,
-            address=address,
-            rank=rank,
-            senders=senders,
-            receivers=receivers,
-            slots=slots,
-            lanes=lanes,
-            fanout=fanout,
-            cohort=cohort,
-            verify=verify,
-            bucket_bytes=bucket_bytes,
-            device=where,
-            stall_timeout=stall_timeout,
-            finish_timeout=finish_timeout,
-            max_host_bytes=max_host_bytes,
-            max_device_bytes=max_device_bytes,
+        faults = Faults()
+        cpu = torch.device("cpu")
+        where = faults.get(lambda: device_of(device), cpu)
+        size = faults.get(
+            lambda: check_sender(
+                bind=bind,
+                address=address,
+                rank=rank,
+                senders=senders,
+                receivers=receivers,
+                slots=slots,
+                lanes=lanes,
+                fanout=fanout,
+                cohort=cohort,
+                verify=verify,
+                bucket_bytes=bucket_bytes,
+                device=where,
+                stall_timeout=stall_timeout,
+                finish_timeout=finish_timeout,
+                max_host_bytes=max_host_bytes,
+                max_device_bytes=max_device_bytes,
+            ),
+            0,
         )
-        token = security.resolve_token(token)
-        loaded = _usable(load_backend(backend, backend_options), backend, where)
-        check = verify not in (False, "off")
-        if fanout == "chain" and (direct or not loaded.capabilities.forward):
-            what = "direct=True has no buckets to pass on" if direct else f"backend {backend!r} cannot pass buckets on"
-            raise ConfigError(f"fanout='chain': {what}", advice="Use fanout='star'; 'nixl' and 'ucx' can do both.")
-        if direct and not loaded.capabilities.pull:
-            raise ConfigError(f"backend {backend!r} cannot pull", advice="direct=True needs 'local' or 'nixl'.")
+        token = faults.get(lambda: security.resolve_token(token), None)
+        loaded = faults.get(lambda: load_backend(backend, backend_options), NO_BACKEND)
+        faults.get(lambda: _check_backend(loaded, backend, where, direct=direct, chain=fanout == "chain"), None)
+        faults.refuse()
         config = SenderConfig(
+            address=str(bind if rank == 0 else address),
+            token=token,
+            backend_name=backend,
             direct=direct,
             rank=rank,
             senders=senders,
             device=where,
             bucket_bytes=size,
             slots=slots,
-            verify=check,
+            verify=verify not in (False, "off"),
             poison=poison,
             max_host_bytes=parse_bytes(max_host_bytes),
             max_device_bytes=parse_bytes(max_device_bytes),
             host=_data_host(bind or address, advertise),
             finish_timeout_s=finish_timeout,
         )
-        reactor = Reactor(f"sender/{rank}")
-        bus = cls(reactor, [])
-        try:
-            if rank == 0:
-                coordination = CoordinatorConfig(
-                    senders=senders,
-                    receivers=receivers,
-                    lanes=lanes,
-                    fanout=fanout,
-                    slots=slots,
-                    cohort=cohort,
-                    verify=check,
-                    stall_timeout_s=stall_timeout,
-                    finish_timeout_s=finish_timeout,
-                )
-                reactor.call(
-                    lambda: bus._make_coordinator(
-                        reactor,
-                        str(bind),
-                        token,
-                        advertise,
-                        coordination,
-                        backend,
-                        loaded,
-                        config,
-                        run_id or secrets.token_hex(8),
-                        events,
-                    )
-                )
-            else:
-                reactor.call(lambda: bus._make_further(reactor, str(address), token, backend, loaded, config, events))
-        except BaseException:
-            reactor.close()
-            raise
+        coordination = CoordinatorConfig(
+            bind=config.address,
+            advertise=advertise,
+            token=token,
+            run_id=run_id or secrets.token_hex(8),
+            host=host_id(),
+            backend_name=backend,
+            bucket_bytes=size,
+            senders=senders,
+            receivers=receivers,
+            lanes=lanes,
+            fanout=fanout,
+            slots=slots,
+            cohort=cohort,
+            verify=config.verify,
+            stall_timeout_s=stall_timeout,
+            finish_timeout_s=finish_timeout,
+        )
+        bus = cls(Reactor(f"sender/{rank}"))
+        if rank == 0:
+            bus._make(lambda: bus._coordinate(coordination, config, loaded, guarded(events)))
+        else:
+            bus._make(lambda: bus._follow(config, loaded, guarded(events)))
         return bus
 
-    def _make_coordinator(
-        self,
-        reactor: Reactor,
-        bind: str,
-        token: str | None,
-        advertise: str | None,
-        config: CoordinatorConfig,
-        name: str,
-        backend: Backend,
-        sender: SenderConfig,
-        run_id: str,
-        events: EventHandler | None,
+    def _make(self, make: Callable[[], None]) -> None:
+        try:
+            self._reactor.call(make)
+        except BaseException:
+            self._reactor.close()
+            raise
+
+    def _coordinate(
+        self, coordination: CoordinatorConfig, config: SenderConfig, backend: Backend, events: EventHandler | None
     ) -> None:
+        reactor = self._reactor
+
         def changed(engine: str, kind: str) -> None:
             if events is not None:
                 events(Event(kind=kind, engine=engine))
 
-        coordinator = Coordinator(
-            reactor,
-            bind,
-            token,
-            advertise,
-            config,
-            name,
-            backend,
-            sender.bucket_bytes,
-            run_id,
-            host_id(),
-            lambda message: side.handle(message),
-            changed,
-        )
+        coordinator = Coordinator(reactor, coordination, backend, lambda message: side.handle(message), changed)
 
         def tell(message: object) -> bool:
             coordinator.on_sender(0, message)
             return True
 
         try:
-            side = SenderSide(reactor, backend, sender, tell, coordinator.join_group, events)
+            side = SenderSide(reactor, backend, config, tell, coordinator.join_group, events)
         except BaseException:
             coordinator.close()
             raise
         self._coordinator, self._sender, self._address = coordinator, side, coordinator.hub.address
         self._closers += [lambda: reactor.remove(side), coordinator.close]
 
-    def _make_further(
-        self,
-        reactor: Reactor,
-        address: str,
-        token: str | None,
-        name: str,
-        backend: Backend,
-        config: SenderConfig,
-        events: EventHandler | None,
-    ) -> None:
-        identity = secrets.token_hex(16)
+    def _follow(self, config: SenderConfig, backend: Backend, events: EventHandler | None) -> None:
+        reactor, identity = self._reactor, secrets.token_hex(16)
 
         def up() -> None:
             link.send(
@@ -319,7 +288,7 @@ class WeightBus:
                     incarnation=identity,
                     host=host_id(),
                     pid=os.getpid(),
-                    backend=name,
+                    backend=config.backend_name,
                     fingerprint=backend.fingerprint(),
                     sender_rank=config.rank,
                     senders=config.senders,
@@ -340,10 +309,10 @@ class WeightBus:
         def refused() -> WeightBusError | None:
             return self._lost or link.refused
 
-        link = Link(reactor, address, token, identity.encode(), handle, up, lambda: side.lost())
+        link = Link(reactor, config.address, config.token, identity.encode(), handle, up, lambda: side.lost())
         side = SenderSide(reactor, backend, config, link.send, link.send, events, refused)
         reactor.add(link)
-        self._sender, self._address, self._link = side, address, link
+        self._sender, self._address = side, config.address
 
         def leave() -> None:
             reactor.remove(side)
@@ -402,42 +371,49 @@ class WeightBus:
         Raises:
             ConfigError: all wrong settings at once.
         """
-        check_receiver(
+        faults = Faults()
+        faults.get(
+            lambda: check_receiver(
+                address=address,
+                engine=engine,
+                rank=rank,
+                ranks=ranks,
+                stage=stage,
+                max_host_bytes=max_host_bytes,
+                max_device_bytes=max_device_bytes,
+            ),
+            None,
+        )
+        rules = faults.get(lambda: parse_rules(names), ())
+        token = faults.get(lambda: security.resolve_token(token), None)
+        feeds = faults.get(lambda: _adapter(adapter, adapter_options), StreamAdapter())
+        where = faults.get(lambda: feeds.device if device is None else device_of(device), torch.device("cpu"))
+        loaded = faults.get(lambda: load_backend(backend, backend_options), NO_BACKEND)
+        faults.get(lambda: _check_backend(loaded, backend, where), None)
+        faults.refuse()
+        serves = tuple(range(ranks)) if rank is None else (rank,)
+        config = MemberConfig(
             address=address,
             engine=engine,
-            rank=rank,
-            ranks=ranks,
-            stage=stage,
-            max_host_bytes=max_host_bytes,
-            max_device_bytes=max_device_bytes,
+            world=ranks,
+            serves=serves,
+            drives="fallback" if 0 in serves else "no",
+            token=token,
+            device=where,
+            inbound=InboundConfig(
+                stage=stage,
+                paged_in_place=allow_paged_in_place,
+                poison=poison,
+                names=rules,
+                max_host_bytes=parse_bytes(max_host_bytes),
+                max_device_bytes=parse_bytes(max_device_bytes),
+                host=_data_host(address, advertise),
+            ),
+            backend_name=backend,
+            host=host_id(),
+            bind_host=advertise,
         )
-        serves = tuple(range(ranks)) if rank is None else (rank,)
-        drives = "fallback" if 0 in serves else "no"
-        inbound = InboundConfig(
-            stage=stage,
-            paged_in_place=allow_paged_in_place,
-            poison=poison,
-            names=parse_rules(names),
-            max_host_bytes=parse_bytes(max_host_bytes),
-            max_device_bytes=parse_bytes(max_device_bytes),
-            host=_data_host(address, advertise),
-        )
-        return cls._member_bus(
-            address,
-            engine,
-            ranks,
-            serves,
-            drives,
-            backend,
-            backend_options,
-            adapter,
-            adapter_options,
-            device,
-            inbound,
-            token,
-            advertise,
-            events,
-        )
+        return cls._member_bus(config, loaded, feeds, events)
 
     @classmethod
     def driver(
@@ -464,85 +440,39 @@ class WeightBus:
             bind_host: local address for the channel to the ranks; None: found by the route to `address`.
             events: called with `Event`, on the bus thread.
         """
-        check_receiver(
-            address=address,
-            engine=engine,
-            rank=None,
-            ranks=ranks,
-            stage=None,
-            max_host_bytes=None,
-            max_device_bytes=None,
-        )
-        return cls._member_bus(
-            address,
-            engine,
-            ranks,
-            (),
-            "yes",
-            "",
-            None,
-            adapter,
-            adapter_options,
-            None,
-            InboundConfig(),
-            token,
-            bind_host,
-            events,
-        )
-
-    @classmethod
-    def _member_bus(
-        cls,
-        address: str,
-        engine: str,
-        world: int,
-        serves: tuple[int, ...],
-        drives: str,
-        backend: str,
-        backend_options: Mapping[str, Any] | None,
-        adapter: str | Adapter | None,
-        adapter_options: Mapping[str, Any] | None,
-        device: str | torch.device | None,
-        inbound: InboundConfig,
-        token: str | None,
-        host: str | None,
-        events: EventHandler | None,
-    ) -> WeightBus:
-        events, token = guarded(events), security.resolve_token(token)
-        loaded_adapter: Adapter = StreamAdapter()
-        if isinstance(adapter, Adapter):
-            loaded_adapter = adapter
-        elif adapter is not None:
-            loaded_adapter = load_adapter(adapter, adapter_options)
-        where = device_of(device) if device is not None else loaded_adapter.device
-        loaded = _usable(load_backend(backend, backend_options), backend, where) if serves else _NoBackend()
+        faults = Faults()
+        faults.get(lambda: check_receiver(address=address, engine=engine, ranks=ranks), None)
+        token = faults.get(lambda: security.resolve_token(token), None)
+        steps = faults.get(lambda: _adapter(adapter, adapter_options), StreamAdapter())
+        faults.refuse()
         config = MemberConfig(
             address=address,
             engine=engine,
-            world=world,
-            serves=serves,
-            drives=drives,
+            world=ranks,
+            serves=(),
+            drives="yes",
             token=token,
-            device=where,
-            inbound=inbound,
-            backend_name=backend,
+            device=torch.device("cpu"),
+            inbound=InboundConfig(),
+            backend_name="",
             host=host_id(),
-            bind_host=host,
+            bind_host=bind_host,
         )
-        reactor = Reactor(f"{engine}/{'driver' if not serves else serves[0]}")
-        bus = cls(reactor, [])
+        return cls._member_bus(config, NO_BACKEND, steps, events)
+
+    @classmethod
+    def _member_bus(
+        cls, config: MemberConfig, backend: Backend, adapter: Adapter, events: EventHandler | None
+    ) -> WeightBus:
+        bus = cls(Reactor(f"{config.engine}/{config.serves[0] if config.serves else 'driver'}"))
 
         def make() -> None:
-            member = MemberSide(reactor, config, loaded, loaded_adapter, events)
-            bus._member, bus._address = member, address
-            bus._stream_adapter = loaded_adapter if isinstance(loaded_adapter, StreamAdapter) else None
+            member = MemberSide(bus._reactor, config, backend, adapter, guarded(events))
+            bus._member, bus._address = member, config.address
+            bus._stream_adapter = adapter if isinstance(adapter, StreamAdapter) else None
             bus._closers.append(member.leave)
 
-        try:
-            reactor.call(make)
-        except BaseException:
-            reactor.close()
-            raise
+        bus._make(make)
         return bus
 
     # ---- the sender's end
@@ -756,7 +686,7 @@ class _Use:
 
 
 class _NoBackend(Backend):
-    """A driver has no lane and so no backend."""
+    """Of a driver, which has no lane."""
 
     name = ""
 
@@ -767,13 +697,34 @@ class _NoBackend(Backend):
         raise LocalProtocolError("a driver has no backend")
 
 
-def _usable(backend: Backend, name: str, device: torch.device) -> Backend:
-    if device.type not in backend.capabilities.devices:
-        raise ConfigError(
-            f"backend {name!r} does not move {device.type} memory",
-            advice=f"It moves: {', '.join(sorted(backend.capabilities.devices))}.",
-        )
-    return backend
+NO_BACKEND = _NoBackend()
+
+
+def _adapter(adapter: str | Adapter | None, options: Mapping[str, Any] | None) -> Adapter:
+    if adapter is None:
+        return StreamAdapter()
+    return adapter if isinstance(adapter, Adapter) else load_adapter(adapter, options)
+
+
+def _check_backend(
+    backend: Backend, name: str, device: torch.device, *, direct: bool = False, chain: bool = False
+) -> None:
+    """Refuse what this backend cannot do, all at once."""
+    if backend is NO_BACKEND:  # it could not be loaded, which was said
+        return
+    able, wrong, advice = backend.capabilities, [], []
+    if device.type not in able.devices:
+        wrong.append(f"backend {name!r} does not move {device.type} memory")
+        advice.append(f"It moves: {', '.join(sorted(able.devices))}.")
+    if chain and (direct or not able.forward):
+        what = "direct=True has no buckets to pass on" if direct else f"backend {name!r} cannot pass buckets on"
+        wrong.append(f"fanout='chain': {what}")
+        advice.append("Use fanout='star'; 'nixl' and 'ucx' can do both.")
+    if direct and not able.pull:
+        wrong.append(f"backend {name!r} cannot pull")
+        advice.append("direct=True needs 'local' or 'nixl'.")
+    if wrong:
+        raise ConfigError("; ".join(wrong), advice=" ".join(advice))
 
 
 def _data_host(address: str | None, advertise: str | None) -> str | None:

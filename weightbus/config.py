@@ -4,20 +4,52 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from weightbus.control.security import split_address
-from weightbus.errors import ConfigError
+from weightbus.errors import ConfigError, WeightBusError
 from weightbus.plan import MAX_BUCKET_BYTES, MIN_BUCKET_BYTES
 
 SizeLike = int | str
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 MAX_RANKS = 65536
-DEFAULT_BUCKET_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
+NOTHING_DONE = "Nothing was bound or allocated."
+DEFAULT_BUCKET_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}
+
+
+Value = TypeVar("Value")
+Other = TypeVar("Other")
+
+
+class Faults:
+    """Gathers what is wrong with the settings of one call, so that all of it is said at once."""
+
+    def __init__(self) -> None:
+        self._errors: list[WeightBusError] = []
+
+    def get(self, make: Callable[[], Value], otherwise: Other) -> Value | Other:
+        """What `make` gives; `otherwise` where it raises, until `refuse`."""
+        try:
+            return make()
+        except WeightBusError as exc:
+            self._errors.append(exc)
+            return otherwise
+
+    def refuse(self) -> None:
+        """Raise the only fault as it is, several in one ConfigError, which says the advice of each."""
+        if len(self._errors) == 1:
+            raise self._errors[0]
+        if self._errors:
+            advice = dict.fromkeys(e.advice for e in self._errors if e.advice not in (None, NOTHING_DONE))
+            raise ConfigError(
+                "; ".join(e.what for e in self._errors), advice=" ".join([NOTHING_DONE, *map(str, advice)])
+            ) from self._errors[0]
 
 
 def parse_bytes(size: SizeLike | None) -> int | None:
@@ -71,6 +103,15 @@ def host_id() -> str:
     return f"{boot}/{namespace}"
 
 
+def runs(pid: int) -> bool:
+    """A process of this host has not ended; one that was killed and not yet waited for has."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state not in ("Z", "X")
+
+
 def _positive(name: str, value: float | None, wrong: list[str]) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
         wrong.append(f"{name} is {value!r}, it must be above 0")
@@ -101,7 +142,7 @@ def _address(name: str, value: str | None, wrong: list[str]) -> None:
 
 def _refuse(wrong: list[str]) -> None:
     if wrong:
-        raise ConfigError("; ".join(wrong), advice="Nothing was bound or allocated.")
+        raise ConfigError("; ".join(wrong), advice=NOTHING_DONE)
 
 
 def _memory(bound: SizeLike | None, name: str, need: int, wrong: list[str]) -> None:
@@ -153,7 +194,7 @@ def check_sender(
     size = (
         _size(
             "bucket_bytes",
-            DEFAULT_BUCKET_BYTES.get(device.type, 256 << 20) if bucket_bytes is None else bucket_bytes,
+            DEFAULT_BUCKET_BYTES.get(device.type, 32 << 20) if bucket_bytes is None else bucket_bytes,
             MIN_BUCKET_BYTES,
             MAX_BUCKET_BYTES,
             wrong,
@@ -170,11 +211,11 @@ def check_receiver(
     *,
     address: str,
     engine: str,
-    rank: int | None,
     ranks: int,
-    stage: str | None,
-    max_host_bytes: SizeLike | None,
-    max_device_bytes: SizeLike | None,
+    rank: int | None = None,
+    stage: str | None = None,
+    max_host_bytes: SizeLike | None = None,
+    max_device_bytes: SizeLike | None = None,
 ) -> None:
     """Refuse wrong settings of a receiver or driver, all at once."""
     wrong: list[str] = []

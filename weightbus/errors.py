@@ -8,7 +8,7 @@ WeightBusError
 ├── AlignmentError             missing, unexpected and mismatched names, of all receivers
 ├── RefitError
 │   ├── PartialRefitError      some engines are not on the new version; carries every outcome
-│   ├── RefitAborted           ended by a peer, a deadline or a cancel
+│   ├── RefitAborted           ended by a peer, a deadline, a cancel or a fault of weightbus
 │   ├── SourceError            the sender's source raised, or did not yield what its manifest says
 │   ├── DigestMismatch         bytes that arrived are not the bytes that were sent
 │   └── VersionError           a version that must not follow the one held
@@ -121,7 +121,7 @@ class PartialRefitError(RefitError):
 
 
 class RefitAborted(RefitError):
-    """The refit was ended by a peer, a deadline or a cancel."""
+    """The refit was ended by a peer, a deadline, a cancel or a fault of weightbus."""
 
 
 class SourceError(RefitError):
@@ -191,6 +191,23 @@ class EngineError(WeightBusError):
     ) -> None:
         super().__init__(what, peer=peer, tensor=tensor, phase=phase, advice=advice)
         self.dead = dead
+
+
+def named(
+    exc: BaseException,
+    kind: type[WeightBusError],
+    doing: str,
+    *,
+    peer: str | None = None,
+    phase: str | None = None,
+    advice: str | None = None,
+) -> WeightBusError:
+    """`exc` itself where it is one of ours; else a `kind` that says what was being done, with `exc` as its cause."""
+    if isinstance(exc, WeightBusError):
+        return exc
+    error = kind(f"{doing} raised {type(exc).__name__}: {exc}", peer=peer, phase=phase, advice=advice)
+    error.__cause__ = exc
+    return error
 
 
 @contextmanager

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import cached_property
 
 import attrs
 import torch
 
-from weightbus.adapter import EngineLoader, LoadResult
+from weightbus.adapter import EngineLoader, Fault, LoadResult
 from weightbus.align import Aligner
 from weightbus.bucket import view_of
 from weightbus.control import messages as m
@@ -22,9 +22,31 @@ from weightbus.errors import RemoteProtocolError, WeightBusError
 from weightbus.lane import InboundLane, Landed, compare, verify
 from weightbus.manifest import Manifest, TensorSpec
 from weightbus.names import NameRule, rename
+from weightbus.plan import Plan
+from weightbus.resident import Tables
 
 Step = list[tuple[InboundLane, Landed]]  # what one load call takes: one bucket per lane (planned), or one (paged)
 Named = list[tuple[str, torch.Tensor]]
+
+
+@attrs.frozen(eq=False, slots=False)
+class Offered:
+    """A plan and what this receiver calls its tensors.
+
+    Attributes:
+        manifest: the plan's, by this receiver's names.
+        faults: names that its rules cannot give.
+    """
+
+    plan: Plan
+    manifest: Manifest
+    faults: tuple[Fault, ...]
+
+    @cached_property
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """Per bucket, all names that it makes whole, aliases included."""
+        specs = self.manifest.tensors
+        return tuple(tuple(n for i in here for n in specs[i].names) for here in self.plan.deliveries)
 
 
 @attrs.define(eq=False)
@@ -110,42 +132,12 @@ def _true() -> bool:
     return True
 
 
-class Scatter:
-    """Tables to write one lane's buckets into resident memory; kept while plan, slots and addresses stay."""
-
-    def __init__(self) -> None:
-        self._addresses: list[int] = []
-        self._tables: dict[tuple[int, int, int], Any] = {}
-
-    def clear(self) -> None:
-        self._tables.clear()
-
-    def target(self, tensors: Sequence[torch.Tensor]) -> None:
-        addresses = [t.data_ptr() for t in tensors]
-        if addresses != self._addresses:
-            self._addresses = addresses
-            self._tables.clear()
-
-    def write(self, lane: InboundLane, landed: Landed, digest: bool) -> Any:
-        """Write one bucket, on the current stream; the pending digest, if one is made."""
-        from weightbus import gpu  # CuPy, only where there are CUDA buckets
-
-        if lane.plan is None:
-            raise RemoteProtocolError("only planned buckets are scattered", lane=lane.id)
-        key = (lane.plan.digest, landed.index, landed.memory.data_ptr())
-        if key not in self._tables:
-            segments = lane.plan.buckets[landed.index].segments
-            pieces = [(s.offset, self._addresses[s.tensor] + s.tensor_offset, s.nbytes) for s in segments]
-            self._tables[key] = gpu.Pieces.of(landed.memory, pieces)
-        return self._tables[key].scatter(digest=digest)
-
-
 class Feed:
     """Turns the steps of one refit into load calls.
 
     Args:
         names: this receiver's rename rules.
-        scatter: the lane's tables, where core may write resident memory itself.
+        tables: the lane's, where core may write resident memory itself.
     """
 
     def __init__(
@@ -154,15 +146,15 @@ class Feed:
         run: RankRun,
         loader: EngineLoader,
         names: Sequence[NameRule],
-        renamed: Manifest | None,
-        scatter: Scatter,
+        offered: Offered | None,
+        tables: Tables,
     ) -> None:
         self._run, self._loader, self._names = run, loader, names
         self.planned = all(lane.plan is not None for lane in lanes)
         self._lanes = lanes
         self._aligner = None if self.planned else Aligner([lane.rank for lane in lanes])
         self._paged = {lane.rank: PagedUnpacker() for lane in lanes}
-        self._scatter, self._renamed = scatter, renamed
+        self._tables, self._offered = tables, offered
         self._resident: bool | None = None
         for lane in lanes:
             if lane.unpacker is not None:
@@ -182,39 +174,43 @@ class Feed:
     def load(self, step: Step, *, check: bool) -> list[Spent]:
         """Verify (where `check`) and load one step; the buckets that are used up by it."""
         start = time.perf_counter()
-        try:
-            if self._use_resident(step):
-                return [self._write(lane, landed, check) for lane, landed in step]
-            if check:
-                for lane, landed in step:
-                    verify(landed, landed.memory, lane.id)
-        finally:
+        self.prepare(step[0][1].memory.device)
+        if self._resident:
+            spent = [self._write(lane, landed, check) for lane, landed in step]
+            self._run.seconds["load"] += time.perf_counter() - start
+            return spent
+        if check:
+            for lane, landed in step:
+                verify(landed, landed.memory, lane.id)
             self._run.seconds["verify"] += time.perf_counter() - start
-        start = time.perf_counter()
-        spent = self._plain(step) if self.planned else self._align(step)
+            start = time.perf_counter()
+        used_up = self._plain(step) if self.planned else self._align(step)
         self._run.seconds["load"] += time.perf_counter() - start
         ready = _event() if any(landed.memory.is_cuda for _, landed in step) else _true
-        return [Spent(lane, landed, ready, _nothing) for lane, landed in spent]
+        return [Spent(lane, landed, ready, _nothing) for lane, landed in used_up]
 
-    def _use_resident(self, step: Step) -> bool:
+    def prepare(self, device: torch.device) -> None:
+        """Find out whether buckets on `device` are written to the engine's memory by core itself."""
         if self._resident is None:
-            cuda = len(self._lanes) == 1 and self._renamed is not None and all(x.memory.is_cuda for _, x in step)
-            tensors = self._loader.resident(self._renamed) if cuda and self._renamed is not None else None
-            device = step[0][1].memory.device
-            self._resident = tensors is not None and all(t.device == device for t in tensors)
-            if self._resident and tensors is not None:
-                self._scatter.target(tensors)
-        return self._resident
+            self._resident = False
+            if len(self._lanes) == 1 and self._offered is not None:
+                tensors = self._loader.resident(self._offered.manifest)
+                self._resident = tensors is not None and self._tables.fit(self._offered.plan, tensors, device)
 
     def _write(self, lane: InboundLane, landed: Landed, check: bool) -> Spent:
+        """Write a bucket to where it belongs and digest it in the same pass."""
+        offered = self._offered
+        if offered is None:
+            raise RemoteProtocolError("only planned buckets are written", lane=lane.id)
+        digest = check and landed.header.verified
+        if digest and not self._run.touched and not landed.memory.is_cuda:
+            verify(landed, landed.memory, lane.id)  # before anything was loaded a bad bucket costs the engine nothing
+            digest = False
         self._run.touched = True
-        pending = self._scatter.write(lane, landed, check and landed.header.verified)
-        if self._renamed is not None and lane.plan is not None:
-            done = (i for unit in lane.plan.deliveries[landed.index] for i in unit.tensors)
-            self._run.applied.update(name for i in done for name in self._renamed.tensors[i].names)
-        if pending is None:
-            return Spent(lane, landed, _event(), _nothing)
-        return Spent(lane, landed, pending.ready, lambda: compare(landed, pending.value(), lane.id))
+        pending = self._tables.bucket(offered.plan, landed.index, landed.memory).scatter(digest=digest)
+        self._run.applied.update(offered.names[landed.index])
+        wrong = (lambda: compare(landed, pending.value(), lane.id)) if digest else _nothing
+        return Spent(lane, landed, pending.ready, wrong)
 
     def _plain(self, step: Step) -> Step:
         self._call([lane.unpacker.batch(x.index, x.memory) for lane, x in step if lane.unpacker is not None])

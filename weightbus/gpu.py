@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import attrs
@@ -16,6 +17,7 @@ import torch
 
 from weightbus.digest import LEAF_BYTES, num_leaves, root
 from weightbus.errors import BackendUnavailable
+from weightbus.plan import aligned
 
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221b8084674f743248e"
@@ -44,11 +46,12 @@ typedef unsigned char u8;
     + r"""
 __constant__ u64 INIT[8] = {3266489917ull, 11400714785074694791ull, 14029467366897019727ull, 1609587929392839161ull,
                             9650029242287828579ull, 2246822519ull, 2870177450012600261ull, 2654435761ull};
-enum { DIGEST = 0, GATHER = 1, SCATTER = 2, VIRTUAL = 3 };  // VIRTUAL: the pieces alone, as if packed
+enum { DIGEST = 0, GATHER = 1, SCATTER = 2, VIRTUAL = 3, PULL = 4 };  // the last two: pieces alone, as if packed
 
 struct Pieces {            // of one bucket, by rising offset; each offset a multiple of 16
   const u64 *off, *len, *ptr;
   u32 count;
+  const u64 *to;           // PULL: where each piece is copied to
 };
 
 __device__ u32 find(const Pieces &p, u64 at) {   // the last piece that starts at or before `at`
@@ -77,7 +80,11 @@ template <int MODE> __device__ u64 odd_word(u8 *bucket, u64 at, u64 used, const 
   u64 from = p.off[s], end = from + p.len[s];
   u64 count = at >= from && end > at ? end - at : 0;
   u8 *other = (u8 *)(p.ptr[s] + (at - from));
-  if (MODE == VIRTUAL) return count ? load_word(other, count) : 0;
+  if (MODE == VIRTUAL || MODE == PULL) {
+    u64 word = count ? load_word(other, count) : 0;
+    if (MODE == PULL && count) store_word((u8 *)(p.to[s] + (at - from)), word, count);
+    return word;
+  }
   if (MODE == GATHER) {
     u64 word = count ? load_word(other, count) : 0;
     store_word(bucket + at, word, used - at);
@@ -116,6 +123,10 @@ template <int MODE> __device__ void leaves(u8 *bucket, u64 used, Pieces p, u64 *
       if (MODE != SCATTER) from = other;
       if (whole && MODE == SCATTER) target = other;
       if (whole && MODE == GATHER) target = bucket + start;
+      if (whole && MODE == PULL) {
+        target = (u8 *)(p.to[piece] + (start - at));
+        if ((u64)target & 15) { whole = false; target = 0; }
+      }
     }
     if (whole) {
       w[0] = __ldcs((const ulonglong2 *)(from + mine));
@@ -137,7 +148,7 @@ template <int MODE> __device__ void leaves(u8 *bucket, u64 used, Pieces p, u64 *
       const ulonglong2 x = word[i][0], y = word[i][1];
       u8 *target = to[i];
       if (block < 62) fetch(block + 2, word[i], to[i]);
-      if ((MODE == GATHER || MODE == SCATTER) && target) {
+      if (MODE != DIGEST && MODE != VIRTUAL && target) {
         __stcs((ulonglong2 *)(target + mine), x);
         __stcs((ulonglong2 *)(target + 512 + mine), y);
       }
@@ -170,21 +181,26 @@ template <int MODE> __device__ void leaves(u8 *bucket, u64 used, Pieces p, u64 *
 }
 
 extern "C" __global__ void leaf_digests(u8 *bucket, u64 used, u64 *out) {
-  Pieces none = {0, 0, 0, 0};
+  Pieces none = {0, 0, 0, 0, 0};
   leaves<DIGEST>(bucket, used, none, out);
 }
 extern "C" __global__ void gather_digests(u8 *bucket, u64 used, const u64 *table, u32 count, u64 *out) {
-  Pieces p = {table, table + count, table + 2 * count, count};
+  Pieces p = {table, table + count, table + 2 * count, count, 0};
   leaves<GATHER>(bucket, used, p, out);
 }
 extern "C" __global__ void scatter_digests(u8 *bucket, u64 used, const u64 *table, u32 count, u64 *out) {
-  Pieces p = {table, table + count, table + 2 * count, count};
+  Pieces p = {table, table + count, table + 2 * count, count, 0};
   leaves<SCATTER>(bucket, used, p, out);
 }
 
 extern "C" __global__ void piece_digests(u64 used, const u64 *table, u32 count, u64 *out) {
-  Pieces p = {table, table + count, table + 2 * count, count};
+  Pieces p = {table, table + count, table + 2 * count, count, 0};
   leaves<VIRTUAL>(0, used, p, out);
+}
+
+extern "C" __global__ void pull_digests(u64 used, const u64 *table, u32 count, u64 *out) {
+  Pieces p = {table, table + count, table + 2 * count, count, table + 3 * count};
+  leaves<PULL>(0, used, p, out);
 }
 
 // table: chunk_prefix[count + 1], src[count], dst[count], len[count]; one block a chunk.
@@ -235,7 +251,7 @@ def _kernels(device: int) -> dict[str, Any]:
     cupy = _cupy()
     with cupy.cuda.Device(device):
         module = cupy.RawModule(code=_SOURCE, options=("--std=c++14",))
-        names = ("leaf_digests", "gather_digests", "scatter_digests", "piece_digests", "copy_pieces")
+        names = ("leaf_digests", "gather_digests", "scatter_digests", "piece_digests", "pull_digests", "copy_pieces")
         return {name: module.get_function(name) for name in names}
 
 
@@ -270,35 +286,38 @@ def _upload(values: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 @attrs.frozen(eq=False)
-class PendingDigest:
-    """A digest that the device still computes.
+class Pending:
+    """Work that the device still does, with the digest that it makes, if one was asked for."""
 
-    Attributes:
-        ready: True once `value` may be asked.
-    """
-
-    _leaves: torch.Tensor
     _event: torch.cuda.Event
-    _nbytes: int
+    _leaves: torch.Tensor | None = None
+    _nbytes: int = 0
 
     def ready(self) -> bool:
+        """True once all work up to here has ended."""
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def value(self) -> int:
-        """The bucket's digest; waits for the device if it is not ready."""
+        """The bucket's digest, 0 without one; waits for the device if it is not ready."""
         self._event.synchronize()
-        return root(self._leaves.numpy().tobytes(), self._nbytes)
+        return 0 if self._leaves is None else root(self._leaves.numpy().tobytes(), self._nbytes)
 
 
-def _pending(leaves: torch.Tensor, nbytes: int) -> PendingDigest:
+def after(device: torch.device) -> Pending:
+    """The end of what the current stream of `device` has been given so far."""
+    with torch.cuda.device(device):
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+    return Pending(event)
+
+
+def _pending(leaves: torch.Tensor, nbytes: int) -> Pending:
     host = torch.empty(leaves.shape, dtype=torch.int64, pin_memory=True)
     host.copy_(leaves, non_blocking=True)
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return PendingDigest(host, event, nbytes)
+    return Pending(after(leaves.device)._event, host, nbytes)
 
 
-def digest_async(t: torch.Tensor, nbytes: int) -> PendingDigest:
+def digest_async(t: torch.Tensor, nbytes: int) -> Pending:
     """Start the digest of ``t[:nbytes]`` (contiguous uint8, 16-byte aligned) on the current stream."""
     leaves = torch.empty(num_leaves(nbytes), dtype=torch.int64, device=t.device)
     if nbytes:
@@ -345,24 +364,24 @@ class Pieces:
         kept = [piece for piece in pieces if piece[2]]
         offsets, outside, lengths = ([p[i] for p in kept] for i in range(3))
         inside = [bucket.data_ptr() + offset for offset in offsets]
-        used = offsets[-1] + lengths[-1] if kept else 0
+        used = pieces[-1][0] + pieces[-1][2] if pieces else 0
         fused = _upload([*offsets, *lengths, *outside], bucket.device)
         gather = _chunks(inside, outside, lengths, bucket.device)
         scatter = _chunks(outside, inside, lengths, bucket.device)
         return cls(bucket, used, fused, gather, scatter, len(kept))
 
-    def gather(self, *, digest: bool) -> PendingDigest | None:
+    def gather(self, *, digest: bool) -> Pending:
         """Fill the bucket from outside, on the current stream; gaps become zero where a digest is made."""
         return self._move("gather_digests", self._gather, digest)
 
-    def scatter(self, *, digest: bool) -> PendingDigest | None:
+    def scatter(self, *, digest: bool) -> Pending:
         """Write the bucket's pieces to their places outside, on the current stream."""
         return self._move("scatter_digests", self._scatter, digest)
 
-    def _move(self, fused: str, plain: tuple[torch.Tensor, int], digest: bool) -> PendingDigest | None:
+    def _move(self, fused: str, plain: tuple[torch.Tensor, int], digest: bool) -> Pending:
         if not digest:
             _copy(plain, self._count, self.bucket.device)
-            return None
+            return after(self.bucket.device)
         leaves = torch.empty(num_leaves(self.used_bytes), dtype=torch.int64, device=self.bucket.device)
         args = (self.bucket.data_ptr(), _u64(self.used_bytes), self._fused.data_ptr(), _u32(self._count))
         if self.used_bytes:
@@ -377,10 +396,10 @@ class PieceDigest:
     def __init__(self, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> None:
         kept = [piece for piece in pieces if piece[2]]
         self._device, self._count = device, len(kept)
-        self._used = kept[-1][0] + kept[-1][2] if kept else 0
+        self._used = pieces[-1][0] + pieces[-1][2] if pieces else 0
         self._table = _upload([p[0] for p in kept] + [p[2] for p in kept] + [p[1] for p in kept], device)
 
-    def start(self) -> PendingDigest:
+    def start(self) -> Pending:
         """Launch on the current stream."""
         leaves = torch.empty(num_leaves(self._used), dtype=torch.int64, device=self._device)
         if self._used:
@@ -405,17 +424,27 @@ def _copy(chunks: tuple[torch.Tensor, int], count: int, device: torch.device) ->
 
 
 class CopyPlan:
-    """A copy of many pieces whose addresses stay: the table is uploaded once."""
+    """A copy of many pieces whose addresses stay: the tables are uploaded once."""
 
     def __init__(
         self, dst_ptrs: Sequence[int], src_ptrs: Sequence[int], nbytes: Sequence[int], device: torch.device
     ) -> None:
         kept = [piece for piece in zip(dst_ptrs, src_ptrs, nbytes, strict=True) if piece[2]]
+        targets, sources, lengths = ([p[i] for p in kept] for i in range(3))
+        offsets = list(accumulate(map(aligned, nbytes), initial=0))
+        self._used = offsets[-2] + nbytes[-1] if nbytes else 0
         self._device, self._count = device, len(kept)
         with torch.cuda.device(device):
-            self._chunks = _chunks([p[0] for p in kept], [p[1] for p in kept], [p[2] for p in kept], device)
+            self._chunks = _chunks(targets, sources, lengths, device)
+            places = [offset for offset, n in zip(offsets, nbytes, strict=False) if n]
+            self._fused = _upload([*places, *lengths, *sources, *targets], device)
 
-    def __call__(self, stream: torch.cuda.Stream) -> None:
-        """Launch on `stream`."""
-        with torch.cuda.stream(stream):
+    def __call__(self, *, digest: bool) -> Pending:
+        """Launch on the current stream; the digest is that of the pieces as if packed into one bucket, in order."""
+        if not digest or not self._used:
             _copy(self._chunks, self._count, self._device)
+            return after(self._device)
+        leaves = torch.empty(num_leaves(self._used), dtype=torch.int64, device=self._device)
+        args = (_u64(self._used), self._fused.data_ptr(), _u32(self._count), leaves.data_ptr())
+        _launch("pull_digests", self._device, _leaf_blocks(self._used), args)
+        return _pending(leaves, self._used)

@@ -10,13 +10,14 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from weightbus.adapter import EngineLoader, Fault
 from weightbus.backend import Backend, Channel, Endpoint, GroupSpec, State
-from weightbus.bucket import DirectDigest, Unpacker, warm_up
+from weightbus.bucket import Unpacker, warm_up
 from weightbus.buffers import SlotPool
 from weightbus.control import messages as m
 from weightbus.deadline import Deadline
@@ -31,13 +32,14 @@ from weightbus.errors import (
     TransferTimeout,
     WeightBusError,
 )
-from weightbus.feed import Feed, RankRun, Scatter, Spent, Step, current_event
+from weightbus.feed import Feed, Offered, RankRun, Spent, Step, current_event
 from weightbus.jobs import Job, Jobs
 from weightbus.lane import InboundConfig, InboundLane, Landed, Stage, verify
 from weightbus.manifest import Manifest
 from weightbus.names import rename
 from weightbus.plan import Plan
 from weightbus.reactor import NEVER, Reactor, Script, Wait, log
+from weightbus.resident import Tables
 
 MAX_REMEMBERED_PLANS = 4
 
@@ -73,7 +75,7 @@ class RankSet:
         self._reactor, self._loader, self._device, self._config = reactor, loader, device, config
         self._backend = backend
         self._jobs, self._tell, self._tell_driver, self._on_end = jobs, tell, tell_driver, on_end
-        self._plans: OrderedDict[int, tuple[Plan, Manifest]] = OrderedDict()
+        self._plans: OrderedDict[int, Offered] = OrderedDict()
         self._unpackers: dict[tuple[int, int], Unpacker] = {}
         self._stage = Stage(torch.device("cpu") if config.stage == "host" else device)
         self._pending: m.OfferRanks | None = None
@@ -82,8 +84,7 @@ class RankSet:
         for lane in self.lanes:  # a backend's start-up belongs to set-up, not to the first refit
             lane.open()
         self._releasing: list[tuple[Callable[[], bool], Callable[[], None]]] = []
-        self._scatter = Scatter()
-        self._digest = DirectDigest()
+        self._tables = Tables()
 
     # ---- messages
 
@@ -275,14 +276,14 @@ class RankSet:
                 plans.append(plan)
             elif lane.plan_digest in self._plans:
                 self._plans.move_to_end(lane.plan_digest)
-                plans.append(self._plans[lane.plan_digest][0])
+                plans.append(self._plans[lane.plan_digest].plan)
             else:
                 return None
         return plans
 
     def _remember(self, plan: Plan) -> None:
-        renamed, _ = rename(plan.manifest, self._config.names)
-        self._plans[plan.digest] = (plan, renamed)
+        renamed, wrong = rename(plan.manifest, self._config.names)
+        self._plans[plan.digest] = Offered(plan, renamed, tuple(wrong))
         while len(self._plans) > MAX_REMEMBERED_PLANS:
             old, _ = self._plans.popitem(last=False)
             for key in [k for k in self._unpackers if k[1] == old]:
@@ -300,7 +301,6 @@ class RankSet:
         try:
             answers = []
             for lane, wanted, plan in zip(self.lanes, offer.lanes, plans, strict=True):
-                before = lane.endpoint
                 before = lane.endpoint
                 lane.prepare(wanted.lane, offer.refit, wanted.slot_bytes, wanted.slots, wanted.writer)
                 if lane.endpoint is not before:
@@ -323,17 +323,18 @@ class RankSet:
         """Lanes are about to be replaced: no view of old slots may keep them."""
         for unpacker in self._unpackers.values():
             unpacker.forget()
+        self._tables.clear()
 
     def _forget_memory(self, rank: int) -> None:
         """The lane has new memory: views and tables of the old would keep it alive."""
         for key in [key for key in self._unpackers if key[0] == rank]:
             del self._unpackers[key]
-        self._scatter.clear()
+        self._tables.clear()
 
     def _unpacker(self, rank: int, plan: Plan) -> Unpacker:
         key = (rank, plan.digest)
         if key not in self._unpackers:
-            renamed = self._plans[plan.digest][1]
+            renamed = self._plans[plan.digest].manifest
             self._unpackers[key] = Unpacker(plan, [spec.names for spec in renamed])
         self._unpackers[key].reset()
         return self._unpackers[key]
@@ -352,11 +353,10 @@ class RankSet:
         faults: list[Fault] = []
         manifests = []
         for plan in plans:
-            if plan is None:
-                continue
-            renamed, wrong = rename(plan.manifest, self._config.names)
-            faults += wrong
-            manifests.append(renamed)
+            if plan is not None:
+                offered = self._plans[plan.digest]
+                faults += offered.faults
+                manifests.append(offered.manifest)
         if not any(len(x) for x in manifests):
             faults.append(Fault("missing", "", "the offer has no tensor at all"))
         if not faults:
@@ -419,6 +419,10 @@ class RankSet:
             self._check_paged_end(run)
         else:
             feed = self._feed(run)
+            if feed.planned:  # while the first bucket is on its way
+                job = yield from self._run_load(run, lambda: feed.prepare(self._device))
+                if job.error is not None:
+                    raise self._wrapped(job.error)
             yield from self._load_stream(run, feed, self._landed_steps(feed), in_place=True)
             self._check_paged_end(run)
             self._prove(run)
@@ -456,51 +460,51 @@ class RankSet:
         plan, endpoint = lane.plan, lane.endpoint
         if plan is None or endpoint is None:
             raise RemoteProtocolError("direct mode without a plan", lane=lane.id, phase="stream")
-        renamed = self._plans[plan.digest][1]
-
-        def over() -> bool:
-            return run.aborted is not None or run.dropped
+        offered = self._plans[plan.digest]
 
         def find() -> tuple[list[torch.Tensor], Callable[[], bool]]:
-            tensors = self._loader.resident(renamed)
+            tensors = self._loader.resident(offered.manifest)
             if tensors is None:
                 raise EngineError(
                     "the engine has no resident memory for these tensors",
                     phase="load",
                     advice="Send without direct=True.",
                 )
+            self._tables.fit(plan, tensors, self._device)
             return tensors, current_event(tensors)
 
-        job = yield from self._jobs.run("load", find, run.deadline, over)
+        job = yield from self._run_load(run, find)
         if job.error is not None:
             raise self._wrapped(job.error)
         tensors, ready = job.result
-        yield Wait(lambda: (lane.pull is not None and ready()) or over(), run.deadline)
+        yield Wait(lambda: (lane.pull is not None and ready()) or run.aborted is not None or run.dropped, run.deadline)
         self._raise_if_over(run)
         pull = lane.pull
         if pull is None:
             raise TransferTimeout("nothing was exported in time", lane=lane.id, phase="stream")
         run.touched = True
         start = time.monotonic()
-        work = endpoint.post_read(pull.remote, tensors)
+        work = endpoint.post_read(pull.remote, tensors, digest=run.offer.verify)
         yield Wait(lambda: work.state is not State.PENDING)  # its target is ours: it must end before anything else
         run.seconds["load"] += time.monotonic() - start
         if work.state is State.ERROR:
             raise self._wrapped(work.error or PeerLost("the read ended in error", lane=lane.id))
         run.buckets, run.bytes = len(plan.buckets), plan.wire_bytes
         if run.offer.verify:
-            yield from self._verify_pull(run, lane, plan, tensors)
-        run.applied.update(name for spec in renamed for name in spec.names)
+            yield from self._verify_pull(run, lane, plan, work.digest)
+        run.applied.update(*offered.names)
 
-    def _verify_pull(self, run: RankRun, lane: InboundLane, plan: Plan, tensors: Sequence[torch.Tensor]) -> Script:
+    def _verify_pull(self, run: RankRun, lane: InboundLane, plan: Plan, have: int | None) -> Script:
         start = time.monotonic()
-        job = yield from self._jobs.run("load", lambda: self._digest(plan, tensors), run.deadline)
-        if job.error is not None:
-            raise self._wrapped(job.error)
+        if have is None:
+            job = yield from self._jobs.run("load", lambda: self._tables.digest(plan).value(), run.deadline)
+            if job.error is not None:
+                raise self._wrapped(job.error)
+            have = job.result
         yield Wait(lambda: lane.pull_digest is not None or run.aborted is not None, run.deadline)
         run.seconds["verify"] += time.monotonic() - start
         self._raise_if_over(run)
-        if lane.pull_digest is None or lane.pull_digest.digest != job.result:
+        if lane.pull_digest is None or lane.pull_digest.digest != have:
             raise DigestMismatch(
                 "what was read is not what was exported",
                 lane=lane.id,
@@ -607,7 +611,7 @@ class RankSet:
                 continue
             for lane, landed in step:
                 lane.expect(landed)
-            job = yield from self._run_load(run, feed, step, in_place)
+            job = yield from self._run_load(run, partial(feed.load, step, check=in_place))
             if job.error is not None:
                 for lane, landed in step:
                     lane.release(landed)
@@ -623,12 +627,14 @@ class RankSet:
 
     def _feed(self, run: RankRun) -> Feed:
         plan = self.lanes[0].plan
-        renamed = None if plan is None else self._plans[plan.digest][1]
-        return Feed(self.lanes, run, self._loader, self._config.names, renamed, self._scatter)
+        offered = None if plan is None else self._plans[plan.digest]
+        return Feed(self.lanes, run, self._loader, self._config.names, offered, self._tables)
 
-    def _run_load(self, run: RankRun, feed: Feed, step: Step, in_place: bool) -> Generator[Wait, bool, Job]:
-        over = lambda: run.aborted is not None or run.dropped
-        return (yield from self._jobs.run("load", lambda: feed.load(step, check=in_place), run.deadline, over))
+    def _run_load(self, run: RankRun, call: Callable[[], Any]) -> Generator[Wait, bool, Job]:
+        job = yield from self._jobs.run("load", call, run.deadline, lambda: run.aborted is not None or run.dropped)
+        if run.aborted is not None and isinstance(job.error, TransferTimeout):
+            job.error = run.aborted  # nobody came because it was over
+        return job
 
     @staticmethod
     def _wrapped(error: BaseException) -> WeightBusError:
@@ -681,7 +687,7 @@ class RankSet:
         """Coverage: every name was applied or skipped for a reason."""
         for lane in self.lanes:
             names = (
-                [n for spec in self._plans[lane.plan.digest][1] for n in spec.names]
+                [n for names in self._plans[lane.plan.digest].names for n in names]
                 if lane.plan is not None
                 else [
                     n

@@ -15,7 +15,7 @@ from weightbus.bucket import Unpacker
 from weightbus.buffers import SlotPool
 from weightbus.control import messages as m
 from weightbus.deadline import Deadline
-from weightbus.errors import DigestMismatch, RemoteProtocolError
+from weightbus.errors import DigestMismatch, RemoteProtocolError, WeightBusError
 from weightbus.header import Header
 from weightbus.names import NameRule
 from weightbus.onward import Onward
@@ -53,7 +53,8 @@ class InboundLane:
     def __init__(self, rank: int, name: str, backend: Backend, device: torch.device, config: InboundConfig) -> None:
         self.rank, self.name = rank, name
         self.id = ""
-        self.clean = True  # no refit is open on it
+        self.clean = True  # the last refit has ended in order
+        self._taking = False  # a refit is open on it
         self.drained = False  # the writer said that its operations have ended
         self.key = b""
         self.endpoint: Endpoint | None = None
@@ -109,7 +110,7 @@ class InboundLane:
                 self.pool.ensure(slot_bytes)
             if not multicast and slot_bytes:
                 self.channel = endpoint.listen(self.key, self.pool.regions)
-        self.writer = writer
+        self.writer, self._taking = writer, True
         self.id, self.refit, self.clean, self.drained = lane, bytes.fromhex(refit), False, False
         self.ready.clear()
         self.pages.clear()
@@ -145,19 +146,26 @@ class InboundLane:
             self.channel.operation_timeout_s = max(0.001, self.deadline.remaining_s(MAX_OPERATION_S))
             self.channel.post_recv(ahead.slot, ahead.nbytes, ahead.header)
             moved = True
+        wrong: WeightBusError | None = None
         for arrival in self.channel.arrivals():
             moved = True
-            header = Header.unpack(arrival.header)
-            if header.lane_key != self.key or header.refit_id != self.refit or self.clean:
-                self.channel.release(arrival)  # of a refit that is over
-                continue
-            self._accept(header, arrival)
+            try:
+                taken = wrong is None and self._accept(Header.unpack(arrival.header), arrival)
+            except WeightBusError as exc:
+                wrong, taken = exc, False
+            if not taken:
+                self.channel.release(arrival)
+        if wrong is not None:
+            raise wrong
         moved |= self.onward.tick()
         if self.channel.error is not None and not self.clean:
             raise self.channel.error
         return moved
 
-    def _accept(self, header: Header, arrival: Arrival) -> None:
+    def _accept(self, header: Header, arrival: Arrival) -> bool:
+        """Take a bucket; False for one of a refit that is over."""
+        if header.lane_key != self.key or header.refit_id != self.refit or not self._taking:
+            return False
         if header.bucket != self.next_bucket:
             raise RemoteProtocolError(
                 f"bucket {header.bucket} came in place of {self.next_bucket}",
@@ -177,19 +185,27 @@ class InboundLane:
         self.next_bucket += 1
         self.onward.take(header, arrival)
         self.ready.append(Landed(header.bucket, arrival.region.tensor, arrival.nbytes, header, arrival))
+        return True
 
     def expect(self, landed: Landed) -> None:
-        """Layout must be the one agreed; raises before a byte is used."""
+        """Layout must be the one agreed; else the bucket is released and RemoteProtocolError raised, before a byte is
+        used."""
+        try:
+            self._compare(landed)
+        except WeightBusError:
+            self.release(landed)
+            raise
+
+    def _compare(self, landed: Landed) -> None:
+        index, digest = landed.index, landed.header.plan_digest
         if self.plan is not None:
-            bucket = self.plan.buckets[landed.index] if landed.index < len(self.plan.buckets) else None
-            wrong = landed.header.plan_digest != self.plan.digest or bucket is None
-            if wrong or (bucket is not None and bucket.used_bytes != landed.nbytes):
-                raise RemoteProtocolError("a bucket packed by another plan", lane=self.id, bucket=landed.index)
+            buckets = self.plan.buckets
+            if digest != self.plan.digest or index >= len(buckets) or buckets[index].used_bytes != landed.nbytes:
+                raise RemoteProtocolError("a bucket packed by another plan", lane=self.id, bucket=index)
         else:
-            page = self.pages[landed.index]
-            want = single_page(page.specs, page.first_tensor, m.unflat_segments(page.segments))
-            if landed.header.plan_digest != want:
-                raise RemoteProtocolError("a bucket packed by another page", lane=self.id, bucket=landed.index)
+            page = self.pages[index]
+            if digest != single_page(page.specs, page.first_tensor, m.unflat_segments(page.segments)):
+                raise RemoteProtocolError("a bucket packed by another page", lane=self.id, bucket=index)
 
     def release(self, landed: Landed) -> None:
         if landed.arrival is not None and self.channel is not None:
@@ -199,7 +215,8 @@ class InboundLane:
             landed.arrival = None
 
     def forget(self) -> None:
-        """Let go of everything that has landed and is not being read."""
+        """The refit is over here: let go of everything that has landed and is not being read, or will land."""
+        self._taking = False
         self.onward.stop()
         while self.ready:
             self.release(self.ready.popleft())

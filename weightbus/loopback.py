@@ -315,7 +315,7 @@ class LoopbackEndpoint(Endpoint):
                 _exports[self._exported[key]] = tuple(tensors)
         return self._exported[key]
 
-    def post_read(self, remote: bytes, local: Sequence[torch.Tensor]) -> Work:
+    def post_read(self, remote: bytes, local: Sequence[torch.Tensor], *, digest: bool = False) -> Work:
         self._check_open()
         work = PostedWork()
         self._reads.append((work, remote, tuple(local)))

@@ -44,7 +44,10 @@ MAX_TENSOR_BYTES = 1 << 48
 
 def dtype_name(dtype: torch.dtype) -> str:
     """The wire name of a dtype, such as ``"bfloat16"``."""
-    return str(dtype).removeprefix("torch.")
+    return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
+
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def _check_name(_: object, attribute: attrs.Attribute[str], value: str) -> None:

@@ -14,7 +14,7 @@ import attrs
 import torch
 
 from weightbus.backend import Capabilities, Channel, Region, State, Work
-from weightbus.bucket import GatherTables, Packed, Packer, plain_bytes
+from weightbus.bucket import Packed, Packer, plain_bytes
 from weightbus.buffers import SlotPool
 from weightbus.deadline import Deadline
 from weightbus.errors import PeerLost, SourceError, TransferTimeout, TransportError, WeightBusError
@@ -22,6 +22,7 @@ from weightbus.header import Header
 from weightbus.manifest import TensorSpec
 from weightbus.plan import Plan, Segment, aligned, single_page
 from weightbus.reactor import Reactor, log
+from weightbus.resident import Pending, Tables
 from weightbus.sources import Source
 
 MAX_OPERATION_S = 86400.0  # libraries do not take infinity
@@ -261,7 +262,7 @@ class SendRun:
         verify: bool,
         deadline: Deadline,
         on_page: Callable[[PageOut], None],
-        tables: GatherTables,
+        tables: Tables,
     ) -> None:
         self.refit, self.plan, self.outbounds = refit, plan, list(outbounds)
         self.deadline = deadline
@@ -276,9 +277,9 @@ class SendRun:
         self._reactor, self._pool = reactor, pool
         self._verify, self._on_page = verify, on_page
         self._capacity = bucket_bytes // 16 * 16
-        self._tables, self._at_once = tables, True
+        self._tables = tables
         self._slots = [_Slot() for _ in range(pool.count)]
-        self._waiting: deque[tuple[Post, Packed, PageOut | None]] = deque()
+        self._waiting: deque[tuple[Post, Pending, PageOut | None]] = deque()
         self._enqueued = 0
         self._free_state: tuple[int, frozenset[int]] = (0, frozenset())  # published whole by the bus thread
 
@@ -321,8 +322,30 @@ class SendRun:
             yield tensor
 
     def _stream_plan(self, plan: Plan, source: Source) -> None:
+        device = self._pool.regions[0].tensor.device
+        start = time.perf_counter()
+        tensors = source.resident(plan.manifest)
+        resident = tensors is not None and self._tables.fit(plan, tensors, device)
+        self.seconds["export"] += time.perf_counter() - start
+        if resident:
+            self._stream_resident(plan)
+        else:
+            self._stream_each(plan, source)
+
+    def _stream_resident(self, plan: Plan) -> None:
+        """One call a bucket: what lies where is known."""
+        for index in range(len(plan.buckets)):
+            target = self._acquire(index)
+            if target is None:
+                return
+            start = time.perf_counter()
+            pieces = self._tables.bucket(plan, index, target)
+            packed = Packed(pieces.used_bytes, pieces.gather(digest=self._verify))
+            self.seconds["pack"] += time.perf_counter() - start
+            self._hand_over(index, packed, plan.digest, len(plan.buckets))
+
+    def _stream_each(self, plan: Plan, source: Source) -> None:
         placed = plan.placed
-        self._at_once = not source.reorderable
         packer: Packer | None = None
         current = -1
         for i, tensor in enumerate(self._timed(source.iterate(plan.manifest))):
@@ -330,20 +353,20 @@ class SendRun:
             flat = plain_bytes(tensor) if len(segments) > 1 and not tensor.is_contiguous() else None
             for index, segment in segments:
                 while current < index:
-                    self._hand_over(current, packer, plan.digest, len(plan.buckets))
+                    self._finish(current, packer, plan.digest, len(plan.buckets))
                     current += 1
-                    packer = self._acquire(current)
+                    packer = self._packer(current)
                 if packer is not None:
                     start = time.perf_counter()
                     packer.put(segment, tensor, flat)
                     self.seconds["pack"] += time.perf_counter() - start
         while current < len(plan.buckets):
-            self._hand_over(current, packer, plan.digest, len(plan.buckets))
+            self._finish(current, packer, plan.digest, len(plan.buckets))
             current += 1
-            packer = self._acquire(current) if current < len(plan.buckets) else None
+            packer = self._packer(current) if current < len(plan.buckets) else None
 
     def _stream_paged(self, source: Source) -> None:
-        packer = self._acquire(0)
+        packer = self._packer(0)
         specs: list[TensorSpec] = []
         segments: list[Segment] = []
         current = first = end = count = 0
@@ -351,9 +374,9 @@ class SendRun:
         def flush() -> None:
             nonlocal packer, current, first, specs, segments, end
             page = PageOut(current, first, tuple(specs), tuple(segments))
-            self._hand_over(current, packer, single_page(specs, first, segments), 0, page)
+            self._finish(current, packer, single_page(specs, first, segments), 0, page)
             current, first, specs, segments, end = current + 1, first + len(specs), [], [], 0
-            packer = self._acquire(current)
+            packer = self._packer(current)
 
         for spec, tensor in source.iterate_paged():
             self.manifest_out.append(spec)
@@ -377,7 +400,11 @@ class SendRun:
         if segments:
             flush()
 
-    def _acquire(self, bucket: int) -> Packer | None:
+    def _packer(self, bucket: int) -> Packer | None:
+        target = self._acquire(bucket)
+        return None if target is None else Packer(target, self._verify)
+
+    def _acquire(self, bucket: int) -> torch.Tensor | None:
         """Wait until the slot of `bucket` may be written; None when nobody reads any more (drain only)."""
         start = time.perf_counter()
         slot = bucket % self._pool.count
@@ -386,8 +413,7 @@ class SendRun:
         if not free or self.ended or not any(o.lanes for o in self.outbounds):
             return None
         self._slots[slot] = _Slot(bucket)
-        target = self._pool.regions[slot].tensor
-        return Packer(target, self._verify, self._tables, (bucket, target.data_ptr()), self._at_once)
+        return self._pool.regions[slot].tensor
 
     def _in_pace(self, bucket: int) -> bool:
         return any(o.lanes for o in self.outbounds) or bucket < self.pace + 2 * self._pool.count
@@ -397,21 +423,26 @@ class SendRun:
         bucket = self._slots[index].bucket
         return bucket < 0 or (bucket < enqueued and bucket not in busy)
 
-    def _hand_over(
+    def _finish(
         self, bucket: int, packer: Packer | None, plan_digest: int, total: int, page: PageOut | None = None
     ) -> None:
         if bucket < 0:
             return
         self.buckets = bucket + 1
-        if packer is None:
-            return
-        start = time.perf_counter()
-        packed = packer.finish()
-        self.seconds["pack"] += time.perf_counter() - start
+        if packer is not None:
+            start = time.perf_counter()
+            packed = packer.finish()
+            self.seconds["pack"] += time.perf_counter() - start
+            self._hand_over(bucket, packed, plan_digest, total, page)
+
+    def _hand_over(
+        self, bucket: int, packed: Packed, plan_digest: int, total: int, page: PageOut | None = None
+    ) -> None:
+        self.buckets = bucket + 1
         self.bytes += packed.used_bytes
         slot = bucket % self._pool.count
         post = Post(bucket, slot, self._pool.regions[slot], packed.used_bytes, 0, plan_digest, total)
-        self._waiting.append((post, packed, page))
+        self._waiting.append((post, packed.pending, page))
         self._reactor.wake()
 
     # ---- the bus thread
@@ -419,8 +450,8 @@ class SendRun:
     def tick(self) -> bool:
         moved = False
         while self.go and self._waiting and self._waiting[0][1].ready():
-            post, packed, page = self._waiting.popleft()
-            post.digest = packed.digest()
+            post, pending, page = self._waiting.popleft()
+            post.digest = pending.value()
             if page is not None:
                 self._on_page(page)
             for outbound in self.outbounds:

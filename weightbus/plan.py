@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import attrs
 import xxhash
@@ -26,8 +27,7 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-@attrs.frozen
-class Segment:
+class Segment(NamedTuple):  # not attrs: a model of many experts makes tens of thousands of them
     """A byte range of one tensor in one bucket.
 
     Attributes:
@@ -61,19 +61,6 @@ class Bucket:
         return self.segments[-1].offset + self.segments[-1].nbytes if self.segments else 0
 
 
-@attrs.frozen
-class Unit:
-    """Tensors that are handed to the loader in one call.
-
-    Attributes:
-        tensors: indices into the manifest.
-        direct: all bytes lie in the bucket that completes them, so views suffice; else they are assembled.
-    """
-
-    tensors: tuple[int, ...]
-    direct: bool
-
-
 @attrs.frozen(eq=False, slots=False)
 class Plan:
     """The layout of one lane, made once by the coordinator.
@@ -103,25 +90,24 @@ class Plan:
         h = xxhash.xxh3_64(self.manifest.digest().to_bytes(8, "little"))
         h.update(repr(self.groups).encode())
         for b in self.buckets:
-            h.update(repr([(s.tensor, s.tensor_offset, s.offset, s.nbytes) for s in b.segments]).encode())
+            h.update(repr(list(map(tuple, b.segments))).encode())
         return int(h.intdigest())
 
     @cached_property
-    def deliveries(self) -> tuple[tuple[Unit, ...], ...]:
-        """Per bucket, the units that are whole once it has landed, in travel order."""
-        first, last = self._spans
-        unit_of = {i: group for group in self.groups for i in group}
-        per_bucket: list[list[Unit]] = [[] for _ in self.buckets]
+    def deliveries(self) -> tuple[tuple[int, ...], ...]:
+        """Per bucket, the tensors that are handed to the loader once it has landed; groups whole and together."""
+        _, last = self._spans
+        group_of = {i: group for group in self.groups for i in group}
+        per_bucket: list[list[int]] = [[] for _ in self.buckets]
         done: set[int] = set()
-        for i in range(len(self.manifest)):
-            if i in done:
-                continue
-            members = unit_of.get(i, (i,))
-            done.update(members)
-            at = max(last[m] for m in members)
-            direct = all(first[m] == last[m] == at for m in members)
-            per_bucket[at].append(Unit(tuple(members), direct))
-        return tuple(tuple(units) for units in per_bucket)
+        for i, at in enumerate(last):
+            if i not in group_of:
+                per_bucket[at].append(i)
+            elif i not in done:
+                members = group_of[i]
+                done.update(members)
+                per_bucket[max(last[m] for m in members)].extend(members)
+        return tuple(map(tuple, per_bucket))
 
     @cached_property
     def placed(self) -> tuple[tuple[tuple[int, Segment], ...], ...]:
@@ -134,20 +120,25 @@ class Plan:
 
     @cached_property
     def assembled(self) -> frozenset[int]:
-        """Indices of tensors that are not delivered as views."""
-        return frozenset(i for units in self.deliveries for u in units if not u.direct for i in u.tensors)
+        """Tensors that are not delivered as views of one bucket: those in pieces, and groups over several buckets."""
+        first, last = self._spans
+        split = {i for i, (a, b) in enumerate(zip(first, last, strict=True)) if a != b}
+        for group in self.groups:
+            if len({first[i] for i in group} | {last[i] for i in group}) > 1:
+                split.update(group)
+        return frozenset(split)
 
     @cached_property
     def assembly_bytes(self) -> int:
         """The most memory that assembling needs at one time."""
-        first, last = self._spans
+        if not self.assembled:
+            return 0
+        first, _ = self._spans
         change = [0] * (len(self.buckets) + 1)
-        for at, units in enumerate(self.deliveries):
-            for unit in units:
-                if not unit.direct:
-                    for i in unit.tensors:
-                        change[first[i]] += self.manifest.tensors[i].nbytes
-                        change[at + 1] -= self.manifest.tensors[i].nbytes
+        for at, tensors in enumerate(self.deliveries):
+            for i in self.assembled.intersection(tensors):
+                change[first[i]] += self.manifest.tensors[i].nbytes
+                change[at + 1] -= self.manifest.tensors[i].nbytes
         peak = now = 0
         for step in change:
             now += step
@@ -200,7 +191,7 @@ def check_bucket_bytes(bucket_bytes: int) -> None:
     if not MIN_BUCKET_BYTES <= bucket_bytes <= MAX_BUCKET_BYTES:
         raise ConfigError(
             f"bucket_bytes is {bucket_bytes}; it must be {MIN_BUCKET_BYTES} to {MAX_BUCKET_BYTES}",
-            advice="256MiB suits host memory, 1GiB a GPU.",
+            advice="32MiB suits host memory, 1GiB a GPU.",
         )
 
 
@@ -214,16 +205,19 @@ class _LaneBuilder:
 
     def __init__(self, manifest: Manifest, capacity: int) -> None:
         self.sizes = [spec.nbytes for spec in manifest]
+        self.rooms = list(map(aligned, self.sizes))
         self.capacity = capacity
         self.buckets: list[Bucket] = []
         self.segments: list[Segment] = []
         self.end = 0
 
     def need(self, unit: Sequence[int]) -> int:
-        return sum(aligned(self.sizes[i]) for i in unit)
+        return self.rooms[unit[0]] if len(unit) == 1 else sum(self.rooms[i] for i in unit)
 
-    def fits(self, unit: Sequence[int]) -> bool:
-        return self.end + self.need(unit) <= self.capacity
+    def whole(self, unit: Sequence[int]) -> None:
+        """Place a unit that fits."""
+        for i in unit:
+            self.put(i, 0, self.sizes[i])
 
     def put(self, tensor: int, tensor_offset: int, nbytes: int) -> None:
         self.segments.append(Segment(tensor, tensor_offset, self.end, nbytes))
@@ -261,8 +255,13 @@ def make_plans(manifests: Sequence[Manifest], groups: Sequence[Sequence[int]], b
     check_bucket_bytes(bucket_bytes)
     lanes = [_LaneBuilder(m, bucket_bytes // ALIGN_BYTES * ALIGN_BYTES) for m in manifests]
     for unit in _placement_units(len(manifests[0]), groups):
-        crowded = any(not lane.fits(unit) for lane in lanes) and any(lane.segments for lane in lanes)
-        if crowded and all(lane.need(unit) <= lane.capacity for lane in lanes):
+        needs = [lane.need(unit) for lane in lanes]
+        if all(lane.end + need <= lane.capacity for lane, need in zip(lanes, needs, strict=True)):
+            for lane in lanes:
+                lane.whole(unit)
+            continue
+        crowded = any(lane.segments for lane in lanes)
+        if crowded and all(need <= lane.capacity for lane, need in zip(lanes, needs, strict=True)):
             for lane in lanes:
                 lane.close()
         rests = [[(i, 0) for i in unit] for _ in lanes]
@@ -314,5 +313,5 @@ def check_names(manifests: Sequence[Manifest]) -> None:
 def single_page(specs: Sequence[TensorSpec], first: int, segments: Sequence[Segment]) -> int:
     """Digest of one page of a paged refit: its new specs, the index of the first of them, its segments."""
     h = xxhash.xxh3_64(Manifest(specs).digest().to_bytes(8, "little"))
-    h.update(repr((first, [(s.tensor, s.tensor_offset, s.offset, s.nbytes) for s in segments])).encode())
+    h.update(repr((first, list(map(tuple, segments)))).encode())
     return int(h.intdigest())

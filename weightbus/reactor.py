@@ -2,7 +2,7 @@
 
 All protocol state is changed on this thread only. Other threads hand in closures (`submit`) and wait on what the thread
 changes (`wait`). A protocol that has steps is a script: a generator that yields `Wait(predicate, deadline)` and is
-resumed with True when the predicate holds, with False when the deadline has passed.
+resumed with True when the predicate holds, with False when the deadline has passed. A script that raises ends alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import attrs
 import zmq
 
 from weightbus.deadline import Deadline
-from weightbus.errors import EndpointClosed, LocalProtocolError
+from weightbus.errors import EndpointClosed, LocalProtocolError, RefitAborted, WeightBusError, named
 
 log = logging.getLogger("weightbus")
 
@@ -28,6 +28,7 @@ BUSY_SLEEP_S = 30e-6
 SPIN_S = 500e-6  # after an event the next is awaited awake: waking a thread costs more than most answers take
 SPIN_CORES = 4  # but not where the core is wanted for packing and loading
 NEVER = Deadline.after(None)
+REPORT_IT = "This is a fault of weightbus or of a plugin: please report it with the log."
 
 
 @attrs.frozen
@@ -55,21 +56,45 @@ class Service(Protocol):
         """ZeroMQ sockets and file descriptors that wake the thread."""
 
 
+@attrs.frozen(eq=False)
+class _Waiter:
+    """A thread in `Reactor.wait`; `gate` is locked while it sleeps."""
+
+    predicate: Callable[[], bool]
+    gate: threading.Lock = attrs.field(factory=threading.Lock)
+
+    def __attrs_post_init__(self) -> None:
+        self.gate.acquire()
+
+    def holds(self) -> bool:
+        try:
+            return self.predicate()
+        except Exception:  # the waiting thread meets it itself
+            return True
+
+
 class Reactor:
-    """Runs services and scripts on one daemon thread."""
+    """Runs services and scripts on one daemon thread.
+
+    Attributes:
+        failure: what ended the thread.
+        on_broken: told when a script has ended by an exception that it did not handle itself.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_lock = threading.Lock()
         self._calls: deque[Callable[[], None]] = deque()
-        self._changed = threading.Condition()
+        self._waiters: list[_Waiter] = []
         self._services: list[Service] = []
         self._scripts: list[tuple[Script, Wait]] = []
         self._stop = False
         self._spin_s = SPIN_S if len(os.sched_getaffinity(0)) >= SPIN_CORES else 0.0
         self._pid = os.getpid()
         self.failure: BaseException | None = None
+        self.on_broken: Callable[[WeightBusError], None] = lambda error: None
         self._thread = threading.Thread(target=self._run, name=f"weightbus-{name}", daemon=True)
         self._thread.start()
 
@@ -93,8 +118,9 @@ class Reactor:
         self.wake()
 
     def wake(self) -> None:
-        if not self._stop:
-            os.eventfd_write(self._wake, 1)
+        with self._wake_lock:  # else the descriptor could be closed, and be another's, by the time it is written to
+            if not self._stop:
+                os.eventfd_write(self._wake, 1)
 
     def call(self, fn: Callable[[], Any], timeout_s: float = 30.0) -> Any:
         """Run `fn` on the thread and return its result, or raise what it raised."""
@@ -116,26 +142,35 @@ class Reactor:
         return result
 
     def wait(self, predicate: Callable[[], bool], deadline: Deadline) -> bool:
-        """Block until `predicate()` holds (True) or `deadline` passes (False)."""
-        with self._changed:
+        """Block until `predicate()` holds (True) or `deadline` passes (False).
+
+        The bus thread looks at the predicate too, and wakes this one only when it holds: it must be cheap and pure.
+        """
+        waiter = _Waiter(predicate)
+        self._waiters.append(waiter)
+        try:
             while not predicate():
                 self.check()
                 if deadline.expired:
                     return False
-                self._changed.wait(deadline.remaining_s(at_most=0.25))
+                waiter.gate.acquire(timeout=deadline.remaining_s(at_most=0.25))
+        finally:
+            self._waiters.remove(waiter)
         return True
 
     def notify(self) -> None:
-        """Let waiting threads look again."""
-        with self._changed:
-            self._changed.notify_all()
+        """Wake those whose predicate holds; on the thread, or when it has ended."""
+        for waiter in list(self._waiters):
+            if waiter.gate.locked() and (self._stop or self.failure is not None or waiter.holds()):
+                waiter.gate.release()
 
     def close(self) -> None:
         """Stop the thread and end the context. Services must have closed their sockets by then."""
         if self._stop or os.getpid() != self._pid:
             return
-        self._stop = True
-        os.eventfd_write(self._wake, 1)
+        with self._wake_lock:
+            self._stop = True
+            os.eventfd_write(self._wake, 1)
         if threading.current_thread() is not self._thread:
             self._thread.join(10)
         self.context.destroy(linger=200)
@@ -153,28 +188,38 @@ class Reactor:
 
     def start(self, script: Script) -> None:
         """Start a script; on the thread."""
-        self._advance(script, None)
+        self._advance(script, lambda: next(script))
 
-    def _advance(self, script: Script, answer: bool | None) -> None:
+    def _advance(self, script: Script, step: Callable[[], Wait]) -> None:
         try:
-            wait = next(script) if answer is None else script.send(answer)
+            self._scripts.append((script, step()))
         except StopIteration:
             return
-        self._scripts.append((script, wait))
+        except Exception as exc:  # others share the thread
+            log.exception("a script of %s raised", self.name)
+            self.on_broken(named(exc, RefitAborted, f"a script of {self.name}", advice=REPORT_IT))
 
     def _step_scripts(self) -> bool:
         moved = False
         scripts, self._scripts = self._scripts, []
         for script, wait in scripts:
-            if wait.predicate():
-                self._advance(script, True)
-                moved = True
-            elif wait.deadline.expired:
-                self._advance(script, False)
-                moved = True
-            else:
+            step = self._due(script, wait)
+            if step is None:
                 self._scripts.append((script, wait))
+            else:
+                self._advance(script, step)
+                moved = True
         return moved
+
+    @staticmethod
+    def _due(script: Script, wait: Wait) -> Callable[[], Wait] | None:
+        """How to go on with a script; None while it has to wait."""
+        try:
+            answer = wait.predicate()
+        except Exception as exc:
+            raised = exc
+            return lambda: script.throw(raised)  # to the script that asked
+        return (lambda: script.send(answer)) if answer or wait.deadline.expired else None
 
     def _pass(self) -> bool:
         moved = False
@@ -203,7 +248,8 @@ class Reactor:
                 if moved or self._calls:
                     last_s = time.monotonic()
                     continue
-                awake = time.monotonic() - last_s < self._spin_s
+                # a caller that packs or loads wants the interpreter for itself
+                awake = bool(self._waiters) and time.monotonic() - last_s < self._spin_s
                 events = poller.poll(0 if polling or awake else IDLE_POLL_MS)
                 if any(source == self._wake for source, _ in events):
                     os.eventfd_read(self._wake)

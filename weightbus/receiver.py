@@ -81,7 +81,10 @@ class MemberSide:
         self._driver_hub: Hub | None = None
         self._rank_links: dict[bytes, tuple[int, ...]] = {}
         self._unsaid: m.RankState | None = None
+        self._offered: m.OfferRanks | None = None
+        self._broken: RankRun | None = None
         self.name = f"{config.engine}/{'+'.join(map(str, config.serves)) if config.serves else 'driver'}"
+        reactor.on_broken = self._ranks_broke
         if config.drives != "no":
             self._make_driver(adapter)
         if config.serves:
@@ -210,6 +213,7 @@ class MemberSide:
             self._drives_now = message.driver_address == ""
             if message.driver_address:
                 self._reach_driver(message.driver_address)
+            self._offered = message
             ranks.offer(message)
         elif isinstance(message, m.JoinGroup):
             ranks.join_group(message)
@@ -219,6 +223,21 @@ class MemberSide:
             ranks.chain(message)
         elif isinstance(message, m.Drained):
             ranks.drained(message.refit, message.lane)
+
+    def _ranks_broke(self, error: WeightBusError) -> None:
+        """The ranks' script raised what it does not handle (the driver's handles all): their refit ends by that name."""
+        ranks, offer = self.ranks, self._offered
+        if ranks is None or offer is None:
+            return
+        run = ranks.run
+        if run is not None and run is not self._broken:
+            self._broken = run
+            self._reactor.start(ranks._leave(run, error))
+            return
+        if run is None:  # it had not answered yet
+            self._tell(m.RanksAnswer(refit=offer.refit, error=m.WireError.of(error, self.name)))
+        ranks.run = None
+        self._rank_end(run or RankRun(offer, Deadline.after(0)), error)
 
     # ---- driver and ranks
 

@@ -16,9 +16,9 @@ import attrs
 from weightbus.adapter import EngineDriver, Outcome, Refit
 from weightbus.control import messages as m
 from weightbus.deadline import Deadline
-from weightbus.errors import EngineError, PeerLost, RefitAborted, TransferTimeout, VersionError, WeightBusError
+from weightbus.errors import EngineError, PeerLost, RefitAborted, TransferTimeout, VersionError, WeightBusError, named
 from weightbus.jobs import Job, Jobs
-from weightbus.reactor import Reactor, Script, Wait, log
+from weightbus.reactor import REPORT_IT, Reactor, Script, Wait, log
 
 ABORT_S = 30.0
 ASK_S = 5.0
@@ -131,11 +131,14 @@ class Driver:
         if self.run is not None and self.run.offer.refit == refit:
             if self.run.aborted is None:
                 self.run.aborted = error
-        else:
-            self._report(refit, None)
+            return
+        if self._next is not None and self._next.refit == refit:
+            self._next = None
+        self._report(refit, None)
 
     def lost(self) -> None:
-        """The coordinator is gone."""
+        """The coordinator is gone, and with it what it has offered."""
+        self._next = None
         if self.run is not None:
             self.run.lost = True
 
@@ -188,21 +191,34 @@ class Driver:
 
     def _script(self, offer: m.OfferDriver) -> Script:
         self._dead_ranks.clear()  # an offer comes only when every rank is here (again)
-        answered = yield from self._answer(offer)
-        if answered:
-            self._go_on()
-            return
-        run = self.run = DriverRun(offer, Deadline.after(offer.timeout_s), self.held)
-        self._tell(m.DriverAnswer(refit=offer.refit, answer="OK"))
-        error: WeightBusError | None
         try:
-            if offer.staged:
-                error = yield from self._staged_refit(run)
+            if not (yield from self._answer(offer)):
+                run = self.run = DriverRun(offer, Deadline.after(offer.timeout_s), self.held)
+                self._tell(m.DriverAnswer(refit=offer.refit, answer="OK"))
+                error = yield from self._refit(run)
+                self._leave(run, error)
+        except Exception as exc:
+            error = self._unforeseen(exc)
+            if self.run is not None:
+                self._leave(self.run, error)
             else:
-                error = yield from self._in_place_refit(run)
-        except WeightBusError as exc:
-            error = exc
-        self._leave(run, error)
+                self._report(offer.refit, error, end=True)
+        self._go_on()
+
+    def _refit(self, run: DriverRun) -> Generator[Wait, bool, WeightBusError | None]:
+        """Why the engine is not on the new version, if so."""
+        try:
+            return (yield from self._staged_refit(run) if run.offer.staged else self._in_place_refit(run))
+        except Exception as exc:
+            error = self._unforeseen(exc)
+        if run.begun and self.held is run.previous:
+            self.held = Held(Outcome.DIRTY, run.previous.run_id, -1, str(error))  # should its abort raise too
+            yield from self._engine_abort(run, error, loaded=True)
+        return error
+
+    def _unforeseen(self, exc: Exception) -> WeightBusError:
+        log.exception("a refit of %s was broken off", self.engine, exc_info=exc)
+        return named(exc, RefitAborted, "the refit's script", peer=self.engine, advice=REPORT_IT)
 
     def _answer(self, offer: m.OfferDriver) -> Generator[Wait, bool, bool]:
         """Answer an offer that needs no bytes; True if that was all."""
@@ -304,17 +320,21 @@ class Driver:
         """Begun, in place, and no COMMIT: HELD if verified everywhere and only the coordinator is lost; undone if no byte
         was loaded; else DIRTY."""
         error = self._why(run)
-        verified = self._covered(run, lambda s: s.verified)
-        if run.aborted is None and run.failed is None and not self._dead_ranks and verified:
+
+        def broken() -> bool:
+            return run.aborted is not None or bool(self._dead_ranks) or self._failed(run)
+
+        def said() -> bool:
+            return self._covered(run, lambda s: s.dropped or s.verified)
+
+        # that a rank has verified may be on its way
+        yield Wait(lambda: broken() or run.superseded or said(), Deadline.after(ASK_S))
+        if not broken() and self._covered(run, lambda s: s.verified):
             self.held = Held(Outcome.HELD, run.offer.run_id, run.offer.version, str(error), run.offer.refit)
             return error
         self._order(m.RankOrder(refit=run.offer.refit, order="drop"))
-        yield Wait(
-            lambda: self._covered(run, lambda s: s.dropped or s.verified) or bool(self._dead_ranks),
-            Deadline.after(ASK_S),
-        )
-        silent = not self._covered(run, lambda s: s.dropped or s.verified)
-        yield from self._engine_abort(run, error, loaded=silent or self._any_touched(run))
+        yield Wait(lambda: said() or bool(self._dead_ranks), Deadline.after(ASK_S))
+        yield from self._engine_abort(run, error, loaded=not said() or self._any_touched(run))
         return error
 
     def _why(self, run: DriverRun) -> WeightBusError:
@@ -336,7 +356,11 @@ class Driver:
     # ---- the engine's own steps
 
     def _job(self, kind: str, call: Callable[[], Any], deadline: Deadline) -> Generator[Wait, bool, Job]:
-        if self._driver.instant:
+        try:
+            instant = self._driver.instant
+        except Exception as exc:  # the adapter cannot make its driver
+            return Job(kind, call, started=True, done=True, error=self._placed(exc, kind))
+        if instant:
             job = Job(kind, call, started=True)
             self._jobs.execute(job)
         else:
@@ -348,12 +372,9 @@ class Driver:
         """The error as one of ours that says where it was raised."""
         if error is None:
             return None
-        if not isinstance(error, WeightBusError):
-            wrapped = EngineError(f"{kind} raised {type(error).__name__}: {error}", phase=kind, peer=self.engine)
-            wrapped.__cause__ = error
-            return wrapped
-        error.phase, error.peer = error.phase or kind, error.peer or self.engine
-        return error
+        placed = named(error, EngineError, kind)
+        placed.phase, placed.peer = placed.phase or kind, placed.peer or self.engine
+        return placed
 
     def _begin(self, run: DriverRun, deadline: Deadline) -> Generator[Wait, bool, WeightBusError | None]:
         offer, held = run.offer, self.held
@@ -459,7 +480,6 @@ class Driver:
         if self.held.outcome is not Outcome.HELD and not self.held.is_at(run.offer.run_id, run.offer.version):
             self._order(m.RankOrder(refit=run.offer.refit, order="drop"))
         self._report(run.offer.refit, error, end=True, run=run)
-        self._go_on()
 
     def _go_on(self) -> None:
         """One script at a time: an offer that came meanwhile is next."""

@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from weightbus.backend import Backend, Endpoint, EndpointSpec, GroupSpec
-from weightbus.bucket import DirectDigest, GatherTables, warm_up
+from weightbus.bucket import warm_up
 from weightbus.buffers import SlotPool
 from weightbus.control import messages as m
 from weightbus.deadline import Deadline
@@ -25,13 +25,15 @@ from weightbus.errors import (
     SourceError,
     TransferTimeout,
     WeightBusError,
+    named,
 )
 from weightbus.feed import current_event
 from weightbus.manifest import Manifest
 from weightbus.outbound import Channels, Outbound, PageOut, SendRun
 from weightbus.plan import Plan
-from weightbus.reactor import Reactor, Script, Wait, log
+from weightbus.reactor import REPORT_IT, Reactor, Script, Wait, log
 from weightbus.report import Event, EventHandler, RefitReport
+from weightbus.resident import Pending, Tables
 from weightbus.sources import Source, SourceCache, open_source
 
 QUIET_S = 1.0
@@ -44,6 +46,9 @@ MARGIN_S = 60.0
 class SenderConfig:
     """Settings of one sender rank; see `WeightBus.sender`."""
 
+    address: str  # rank 0's; on rank 0 what is bound
+    token: str | None = attrs.field(repr=False)
+    backend_name: str
     rank: int
     senders: int
     device: torch.device
@@ -54,8 +59,19 @@ class SenderConfig:
     max_host_bytes: int | None
     max_device_bytes: int | None
     host: str | None
-    direct: bool = False
-    finish_timeout_s: float = 300.0
+    direct: bool
+    finish_timeout_s: float
+
+
+@attrs.frozen(eq=False)
+class _Live:
+    """Direct mode: what receivers may read, and its digest; as good as the plan is."""
+
+    plan: Plan
+    tensors: list[torch.Tensor]
+    ready: Callable[[], bool]
+    digest: Pending | None
+    remote: bytes
 
 
 @attrs.define(eq=False)
@@ -69,6 +85,8 @@ class _Send:
     run: SendRun | None = None
     done: m.SendDone | None = None
     lost: WeightBusError | None = None
+    unready: WeightBusError | None = None
+    live: _Live | None = None
 
     @property
     def over(self) -> bool:
@@ -107,8 +125,7 @@ class SenderSide:
         self._send: _Send | None = None
         self._connecting = False
         self._plan: tuple[int, Plan | None] = (0, None)
-        self._tables: GatherTables = {}
-        self._digest = DirectDigest()
+        self._tables = Tables()
         self._plan_wire: m.PlanWire | None = None
         self._remembered: Manifest | None = None
         self._told: int | None = None
@@ -155,12 +172,13 @@ class SenderSide:
 
         self._reactor.call(offer)
         try:
+            call.live = self._expose_early(opened, deadline)
             self._reactor.wait(lambda: call.run is not None or call.over or self._refused() is not None, deadline)
             refused = self._refused()
             if refused is not None:
                 raise refused
             if self._config.senders > 1 and call.plan_message is not None:  # others may be in a collective by now
-                self._reactor.wait(lambda: call.run is not None, deadline)
+                self._reactor.wait(lambda: call.run is not None or call.unready is not None, deadline)
             self._stream(call, opened, deadline)
             end = Deadline.after(deadline.remaining_s() + self._config.finish_timeout_s)
             if not self._reactor.wait(lambda: call.over, end) and call.lost is None:
@@ -171,7 +189,8 @@ class SenderSide:
                     advice="All senders call send with the same version, as in a collective.",
                 )
         finally:
-            self._reactor.call(self._close_send)
+            if self._send is not None:
+                self._reactor.call(self._close_send)
         return self._conclude(call, opened, bad, time.perf_counter() - began, finish)
 
     def _open(
@@ -223,45 +242,43 @@ class SenderSide:
                 self._expose(call, run, opened)
             else:
                 run.stream(opened)
-        except SourceError as exc:
-            error = exc
-            self._remembered = None
+        except Exception as exc:
+            error = named(exc, RefitAborted, "send", phase="export", advice=REPORT_IT)
+            if isinstance(error, SourceError):
+                self._remembered = None
             self._reactor.call(lambda: self._tell(m.SourceEnd(refit=run.refit, error=m.WireError.of(error, self.name))))
             self._reactor.wait(lambda: call.over, deadline)
-            raise
-        except WeightBusError as exc:
-            failure = exc
-            self._reactor.call(
-                lambda: self._tell(m.SourceEnd(refit=run.refit, error=m.WireError.of(failure, self.name)))
-            )
-            self._reactor.wait(lambda: call.over, deadline)
-            raise
+            raise error from error.__cause__
         if not self._config.direct:
-            self._reactor.call(lambda: self._source_end(run))
+            self._reactor.submit(lambda: self._source_end(run))
 
     def _expose(self, call: _Send, run: SendRun, opened: Source) -> None:
         """Direct mode: let the receivers read the source's own memory; it stays as it is until they are done."""
         plan, message = run.plan, call.plan_message
         if plan is None or message is None:
             raise LocalProtocolError("direct mode needs a manifest", phase="offer")
-        tensors = list(opened.iterate(plan.manifest))
-        self._refuse_strided(plan, tensors)
-        ready = current_event(tensors)
-        limit_s = max(1.0, run.deadline.remaining_s(at_most=600))
-        remote = self._reactor.call(lambda: self.endpoint.export(tensors), timeout_s=limit_s)
-        self._reactor.wait(lambda: (run.go and ready()) or call.over, run.deadline)
+        live = call.live
+        if live is None or live.plan is not plan:
+            try:
+                tensors = self._live_tensors(plan, opened)
+            except Exception as exc:
+                opened.drain()
+                error = named(exc, SourceError, "the source", phase="export")
+                raise error from error.__cause__
+            live = self._live(plan, tensors, run.deadline)
+        self._reactor.wait(lambda: (run.go and live.ready()) or call.over, run.deadline)
         if call.over:
             return
 
         def pull() -> None:
             for lane in message.direct:
-                self._tell(m.Pull(refit=run.refit, lane=lane, remote=remote))
+                self._tell(m.Pull(refit=run.refit, lane=lane, remote=live.remote))
 
         self._reactor.submit(pull)
         run.buckets, run.bytes = len(plan.buckets), plan.wire_bytes
-        if self._config.verify:
+        if live.digest is not None:
             start = time.perf_counter()
-            value = self._digest(plan, tensors)
+            value = live.digest.value()
             run.seconds["pack"] += time.perf_counter() - start
 
             def tell() -> None:
@@ -273,6 +290,37 @@ class SenderSide:
         self._reactor.wait(lambda: call.over, run.deadline)
         lanes, quiet = message.direct, self._is_quiet(run.refit)
         self._reactor.wait(lambda: all(quiet(lane) for lane in lanes), Deadline.after(DIRECT_QUIET_S))
+
+    def _live(self, plan: Plan, tensors: list[torch.Tensor], deadline: Deadline) -> _Live:
+        ready = current_event(tensors)
+        digest = self._tables.digest(plan) if self._config.verify else None
+        limit_s = max(1.0, deadline.remaining_s(at_most=600))
+        remote = self._reactor.call(lambda: self.endpoint.export(tensors), timeout_s=limit_s)
+        return _Live(plan, tensors, ready, digest, remote)
+
+    def _expose_early(self, opened: Source | None, deadline: Deadline) -> _Live | None:
+        """While the offer is being answered: it is likely that the last plan holds."""
+        plan = self._plan[1]
+        if not self._config.direct or plan is None or opened is None or opened.manifest is None:
+            return None
+        if plan.manifest.digest() != opened.manifest.digest():
+            return None
+        tensors = opened.resident(plan.manifest)
+        if tensors is None or not self._tables.fit(plan, tensors, self._config.device):
+            return None
+        try:
+            return self._live(plan, tensors, deadline)
+        except WeightBusError as exc:
+            log.debug("will be tried again, with the plan: %s", exc)
+            return None
+
+    def _live_tensors(self, plan: Plan, opened: Source) -> list[torch.Tensor]:
+        tensors = opened.resident(plan.manifest)
+        if tensors is None:
+            tensors = list(opened.iterate(plan.manifest))
+        if not self._tables.fit(plan, tensors, self._config.device) or opened.started:
+            self._refuse_strided(plan, tensors)
+        return tensors
 
     def _check_direct(self, opened: Source | None) -> WeightBusError | None:
         """Direct mode reads live memory: what is sent must be all there."""
@@ -320,6 +368,7 @@ class SenderSide:
         if ended and run is not None and opened is not None and not opened.reorderable and not call.partial:
             self._remembered = Manifest(run.manifest_out) if run.plan is None else run.plan.manifest
         local = finish(done)
+        bad = bad or call.unready
         if bad is not None:
             raise bad
         if local is not None:
@@ -371,6 +420,8 @@ class SenderSide:
             call.done = message
             if call.run is not None:
                 call.run.end()
+            if message.error is None:
+                self._close_send()
         elif call.run is not None and message.refit == call.run.refit:
             self._handle_run(call, call.run, message)
 
@@ -416,6 +467,15 @@ class SenderSide:
     # ---- before the stream
 
     def _prepare(self, call: _Send, message: m.SendPlan) -> Script:
+        try:
+            yield from self._make_run(call, message)
+        except Exception as exc:
+            log.exception("%s could not make ready to send", self.name)
+            error = named(exc, RefitAborted, "making ready to send", phase="connect", advice=REPORT_IT)
+            call.unready = error
+            self._tell(m.SourceEnd(refit=message.refit, error=m.WireError.of(error, self.name)))
+
+    def _make_run(self, call: _Send, message: m.SendPlan) -> Script:
         yield Wait(lambda: not self._draining, Deadline.after(QUIET_S))
         for outbound in self._draining:  # its own operation will not end: the lane is retired without DRAINED
             self._give_up(outbound)
@@ -476,7 +536,6 @@ class SenderSide:
             if message.manifest is None or message.plan is None:
                 raise LocalProtocolError("a plan that this sender does not know", phase="offer")
             self._plan = (message.plan_digest, message.plan.to_plan(message.manifest))
-            self._tables.clear()
         return self._plan[1]
 
     def _is_quiet(self, refit: str) -> Callable[[str], bool]:

@@ -43,6 +43,11 @@ class Source(ABC):
         self.started = False
         self.errors: list[Exception] = []
 
+    def resident(self, manifest: Manifest) -> list[torch.Tensor] | None:
+        """The tensor of each spec, where all are there and lie in memory as they travel: contiguous, with nothing to
+        gather or cast. None: iterate. Nothing is started, so nothing has to be drained."""
+        return None
+
     @abstractmethod
     def iterate(self, manifest: Manifest) -> Iterator[torch.Tensor]:
         """Yield the tensor of each spec, in order, detached; strides are the source's own.
@@ -323,6 +328,7 @@ class _Catalog:
     rows: list[_Row]
     picks: list[int]
     leftovers: tuple[str, ...]
+    plain: bool  # nothing is gathered and nothing is cast
 
 
 class _Survey:
@@ -430,6 +436,14 @@ class _Resident(Source):
         self.manifest = known.manifest
         self.leftovers = known.leftovers
 
+    def resident(self, manifest: Manifest) -> list[torch.Tensor] | None:
+        if not self._catalog.plain:
+            return None
+        tensors = list(map(self._tensors.__getitem__, self._order(manifest)))
+        lies = all(map(torch.Tensor.is_contiguous, tensors))
+        lazy = any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors))
+        return tensors if lies and not lazy else None
+
     def iterate(self, manifest: Manifest) -> Iterator[torch.Tensor]:
         if self._rest is not None:
             raise LocalProtocolError("a source is iterated once")
@@ -495,7 +509,9 @@ def _read(columns: _Columns, request: _Request, merged: frozenset[str], before: 
             raise SourceError(f"the source cannot be sent: {exc}", phase="offer") from exc
     _check_casts(request.casts, manifest, request.partial)
     facts = _Facts.of(columns)
-    return _Catalog(request, merged, facts, manifest, survey.rows, survey.picks, tuple(survey.leftovers))
+    plain = _PLAIN.issuperset(facts.types[i] for i in survey.picks)
+    plain = plain and [facts.dtypes[i] for i in survey.picks] == [DTYPES[row[2]] for row in survey.rows]
+    return _Catalog(request, merged, facts, manifest, survey.rows, survey.picks, tuple(survey.leftovers), plain)
 
 
 def _gathered(name: str, tensor: torch.Tensor) -> torch.Tensor:

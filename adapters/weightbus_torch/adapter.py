@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Sequence
+from itertools import chain
 from operator import attrgetter, eq, is_
 from typing import Any, ClassVar
 
@@ -115,6 +116,7 @@ class _Target:
 class _Targets:
     """The module as it was captured."""
 
+    entries: _Entries
     originals: list[torch.Tensor]
     pointers: list[int]
     targets: list[_Target]
@@ -138,12 +140,37 @@ class _Targets:
         if twice or not by_name:
             what = f"names that are equal once cleaned: {', '.join(twice)}" if twice else "no parameters and no buffers"
             raise ConfigError(f"the module has {what}")
-        return cls(originals, list(map(_pointer, originals)), list(tied.values()), by_name)
+        entries = _Entries.of(module)
+        return cls(entries, originals, list(map(_pointer, originals)), list(tied.values()), by_name)
 
-    def hold(self, now: list[torch.Tensor]) -> bool:
-        """Whether `now` are the very tensors that were captured, in the same memory."""
-        same = len(now) == len(self.originals) and all(map(is_, now, self.originals))
-        return same and all(map(eq, map(_pointer, now), self.pointers))
+    def hold(self) -> bool:
+        """Whether the module still has the very tensors that were captured, in the same memory."""
+        return self.entries.hold() and all(map(eq, map(_pointer, self.originals), self.pointers))
+
+
+@attrs.frozen(eq=False)
+class _Entries:
+    """All that a module is made of, compared without walking it: 18,000 experts are as many modules."""
+
+    modules: list[torch.nn.Module]
+    dicts: list[dict[str, Any]]
+    keys: list[str]
+    values: list[Any]
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> _Entries:
+        modules = list(module.modules())
+        dicts = _dicts(modules)
+        return cls(modules, dicts, list(chain.from_iterable(dicts)), list(chain.from_iterable(map(dict.values, dicts))))
+
+    def hold(self) -> bool:
+        if not all(map(is_, _dicts(self.modules), self.dicts)) or list(chain.from_iterable(self.dicts)) != self.keys:
+            return False
+        return all(map(is_, chain.from_iterable(map(dict.values, self.dicts)), self.values))
+
+
+def _dicts(modules: Sequence[torch.nn.Module]) -> list[dict[str, Any]]:
+    return [entries for one in modules for entries in (one._modules, one._parameters, one._buffers)]
 
 
 def _pointer(tensor: torch.Tensor) -> int:
@@ -174,6 +201,7 @@ class _Loader(EngineLoader):
         self._checked: tuple[Manifest, bool, list[Fault]] | None = None  # the last question and its answer
         self._foreign: frozenset[str] = frozenset()  # names that are known here only by another name of their tensor
         self._writes: dict[tuple[str, ...], _Writes] = {}
+        self._resident: tuple[Manifest, list[torch.Tensor], list[torch.Tensor]] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -265,27 +293,35 @@ class _Loader(EngineLoader):
             return None
         if not self._fresh:
             self._refresh(self._module)
-        found: list[torch.Tensor] = []
+        if self._resident is None or self._resident[0] is not manifest:
+            found = self._find_resident(manifest)
+            self._resident = (manifest, found, [tensor.detach() for tensor in found])
+        _, tensors, plain = self._resident
+        return plain if tensors and all(map(torch.Tensor.is_contiguous, tensors)) else None
+
+    def _find_resident(self, manifest: Manifest) -> list[torch.Tensor]:
+        """The one target of each spec; empty where some spec cannot be written as it travels."""
+        by_name, found = self._targets.by_name, []
         for spec in manifest.tensors:
-            targets = {id(t): t for name in spec.names if (t := self._targets.by_name.get(name)) is not None}
-            if len(targets) != 1:
-                return None
-            (target,) = targets.values()
-            tensor = target.tensor
-            plain = not target.sharded and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-            if not plain or target.dtype != spec.torch_dtype or target.shape != spec.shape:
-                return None
-            found.append(tensor.detach())
+            target = by_name.get(spec.name)
+            if target is None or any(by_name.get(name) is not target for name in spec.aliases):
+                known = [by_name[name] for name in spec.names if name in by_name]
+                target = known[0] if known and all(one is known[0] for one in known) else None
+            if target is None or target.sharded or target.shape != spec.shape or target.dtype != spec.torch_dtype:
+                return []
+            if target.tensor.is_conj() or target.tensor.is_neg():
+                return []
+            found.append(target.tensor)
         return found
 
     def close(self) -> None:
-        self._module = None
+        self._module = self._resident = None
         self._writes.clear()
 
     def _refresh(self, module: torch.nn.Module) -> None:
         """Before the first write of a refit: parameters may have been rebound since the last."""
         old = self._targets
-        if not old.hold([tensor for _, tensor, _ in module_tensors(module)]):
+        if not old.hold():
             new = _Targets.of(module)
             changed = [a.names[0] for a, b in zip(old.targets, new.targets, strict=False) if not a.like(b)]
             if changed or len(old.targets) != len(new.targets):
@@ -294,7 +330,7 @@ class _Loader(EngineLoader):
                     phase="stream",
                     advice="make a new receiver for it; an FSDP module must be resharded before it receives",
                 )
-            self._targets, self._checked = new, None
+            self._targets, self._checked, self._resident = new, None, None
             self._writes.clear()
         self._fresh = True
 

@@ -10,7 +10,7 @@ import functools
 import os
 import struct
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -176,12 +176,16 @@ class Driver:
             self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(ptr))
         return base.value, size.value
 
-    def buffer_id(self, device: int, ptr: int) -> int:
-        """Never the same for two allocations of this process, also at one address."""
-        value = ctypes.c_ulonglong()
+    def buffer_ids(self, device: int, pointers: Sequence[int]) -> list[int]:
+        """One for each allocation of this process; never the same for two, also at one address."""
+        value, found = ctypes.c_ulonglong(), []
+        ask, where, what = self._lib.cuPointerGetAttribute, ctypes.byref(value), ctypes.c_int(_BUFFER_ID)
         with self.context(device):
-            self._call("cuPointerGetAttribute", ctypes.byref(value), ctypes.c_int(_BUFFER_ID), ctypes.c_uint64(ptr))
-        return value.value
+            for ptr in pointers:
+                value.value = 0  # no allocation has it
+                ask(where, what, ctypes.c_uint64(ptr))
+                found.append(value.value)
+        return found
 
     def span(self, device: int, ptr: int, nbytes: int) -> Span:
         """Offer ``[ptr, ptr + nbytes)`` of an allocation of this process.

@@ -229,9 +229,9 @@ class LocalEndpoint(Endpoint):
         self._check_open()
         return self._exporter.export(tensors)
 
-    def post_read(self, remote: bytes, local: Sequence[torch.Tensor]) -> Work:
+    def post_read(self, remote: bytes, local: Sequence[torch.Tensor], *, digest: bool = False) -> Work:
         self._check_open()
-        return self._puller.post(remote, local)
+        return self._puller.post(remote, local, digest=digest)
 
     def progress(self) -> bool:
         if self._closed:

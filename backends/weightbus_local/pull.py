@@ -7,17 +7,19 @@ IPC once and copied on a stream of its own. Host memory cannot be pulled into CU
 from __future__ import annotations
 
 import bisect
-import importlib
 import os
 from collections.abc import Sequence
-from typing import Any
+from operator import attrgetter
+from typing import NoReturn
 
 import attrs
 import msgspec
 import torch
 
+from weightbus import gpu
 from weightbus.backend import State, Work
 from weightbus.errors import EndpointClosed, LocalProtocolError, PeerLost, RemoteProtocolError, TransportError
+from weightbus.resident import Pending
 from weightbus_local.cuda import Span, driver
 from weightbus_local.host import RemoteRead, process_space, start_time
 
@@ -49,18 +51,29 @@ def _extents(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     Raises:
         LocalProtocolError: bytes in memory are not the values in order.
     """
-    extents = []
+    lies = all(map(_IS_CONTIGUOUS, tensors)) and not any(map(_IS_CONJ, tensors)) and not any(map(_IS_NEG, tensors))
+    if not lies:
+        _refuse(next(i for i, t in enumerate(tensors) if not t.is_contiguous() or t.is_conj() or t.is_neg()), tensors)
+    return list(zip(map(_ADDRESS, tensors), map(_NBYTES, tensors), strict=True))
+
+
+# a call each, in C: there may be tens of thousands of tensors in every refit
+_IS_CONTIGUOUS, _IS_CONJ, _IS_NEG = torch.Tensor.is_contiguous, torch.Tensor.is_conj, torch.Tensor.is_neg
+_ADDRESS, _NBYTES = torch.Tensor.data_ptr, attrgetter("nbytes")
+
+
+def _check_devices(tensors: Sequence[torch.Tensor]) -> None:
     for index, tensor in enumerate(tensors):
-        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg() or tensor.device.type not in _DEVICES:
-            raise LocalProtocolError(
-                f"Tensor {index} (shape {tuple(tensor.shape)}, stride {tensor.stride()}, {tensor.device}) cannot move.",
-                advice="Pass contiguous tensors on cpu or cuda, or use the streamed mode (direct=False).",
-            )
-        extents.append((tensor.data_ptr(), tensor.nbytes))
-    return extents
+        if tensor.device.type not in ("cpu", "cuda"):
+            _refuse(index, tensors)
 
 
-_DEVICES = ("cpu", "cuda")
+def _refuse(index: int, tensors: Sequence[torch.Tensor]) -> NoReturn:
+    t = tensors[index]
+    raise LocalProtocolError(
+        f"Tensor {index} (shape {tuple(t.shape)}, stride {t.stride()}, {t.device}) cannot move.",
+        advice="Pass contiguous tensors on cpu or cuda, or use the streamed mode (direct=False).",
+    )
 
 
 class Exporter:
@@ -68,7 +81,7 @@ class Exporter:
 
     def __init__(self) -> None:
         self._extents: list[tuple[int, int]] | None = None
-        self._buffers: dict[int, tuple[int, int]] = {}  # base: (device, buffer id)
+        self._buffers: dict[int, dict[int, int]] = {}  # device: base: buffer id
         self._data = b""
 
     def export(self, tensors: Sequence[torch.Tensor]) -> bytes:
@@ -81,12 +94,12 @@ class Exporter:
 
     def _unchanged(self) -> bool:
         """False when an allocation was freed and another one came to its address."""
-        try:
-            return all(driver().buffer_id(device, base) == was for base, (device, was) in self._buffers.items())
-        except TransportError:
-            return False
+        return all(
+            driver().buffer_ids(device, list(known)) == list(known.values()) for device, known in self._buffers.items()
+        )
 
     def _describe(self, tensors: Sequence[torch.Tensor], extents: Sequence[tuple[int, int]]) -> bytes:
+        _check_devices(tensors)
         self._buffers.clear()
         spans: list[Span] = []
         by_base: list[tuple[int, int]] = []  # (base, index of span), sorted
@@ -110,7 +123,7 @@ class Exporter:
         whole = driver().span(device, address, nbytes)
         base, size = driver().range_of(device, address)
         spans.append(attrs.evolve(whole, offset=0, nbytes=size))
-        self._buffers[base] = (device, driver().buffer_id(device, base))
+        self._buffers.setdefault(device, {})[base] = driver().buffer_ids(device, [base])[0]
         return base, len(spans) - 1
 
 
@@ -124,10 +137,11 @@ def _check_bounds(export: Export) -> None:
 class Pull(Work):
     """One `post_read`."""
 
-    def __init__(self, host: RemoteRead, owner: tuple[int, int], event: torch.cuda.Event | None) -> None:
+    def __init__(self, host: RemoteRead, owner: tuple[int, int], copy: Pending | None, digest: bool) -> None:
         self._host = host
         self._owner = owner
-        self._event = event
+        self._copy = copy
+        self._digest = digest
         self._next = 0
         self._state = State.PENDING
         self._error: TransportError | None = None
@@ -139,6 +153,10 @@ class Pull(Work):
     @property
     def error(self) -> BaseException | None:
         return self._error
+
+    @property
+    def digest(self) -> int | None:
+        return self._copy.value() if self._digest and self._copy is not None else None
 
     def advance(self) -> bool:
         """One step; False if there was nothing to do but wait."""
@@ -163,7 +181,7 @@ class Pull(Work):
 
     def _event_ended(self) -> bool:
         try:
-            return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+            return self._copy is None or self._copy.ready()
         except RuntimeError as exc:
             self._error = TransportError(f"The copy on the GPU failed: {exc}")
             self._error.__cause__ = exc
@@ -171,8 +189,8 @@ class Pull(Work):
 
     def abandon(self) -> None:
         """End it now: the endpoint closes. Blocks until a copy on the GPU has ended."""
-        if self._event is not None:
-            self._event.synchronize()
+        if self._copy is not None:
+            self._copy.value()
         if self._state is State.PENDING:
             self._error = self._error or EndpointClosed("The endpoint was closed by this side.")
             self._state = State.ERROR
@@ -192,12 +210,13 @@ class _Plan:
     extents: list[tuple[int, int]]
     host: RemoteRead
     cuda: list[int]
-    copy: Any = None
+    copy: gpu.CopyPlan | None = None
 
 
 def _plan(export: Export, local: Sequence[torch.Tensor], extents: list[tuple[int, int]]) -> _Plan:
     if [nbytes for _, nbytes in extents] != [nbytes for _, _, nbytes in export.tensors]:
         raise RemoteProtocolError("The exported tensors have other sizes than those they are to be read into.")
+    _check_devices(local)
     host: list[tuple[int, int, int]] = []
     cuda: list[int] = []
     for index, ((span, offset, nbytes), (address, _)) in enumerate(zip(export.tensors, extents, strict=True)):
@@ -229,14 +248,15 @@ class Puller:
     def pending(self) -> bool:
         return bool(self._pending)
 
-    def post(self, remote: bytes, local: Sequence[torch.Tensor]) -> Work:
+    def post(self, remote: bytes, local: Sequence[torch.Tensor], *, digest: bool) -> Work:
         export = self._decode(remote)
         extents = _extents(local)
         if self._plan is None or self._plan.extents != extents:
             self._plan = _plan(export, local, extents)
         plan = self._plan
-        event = self._launch(export, local, plan) if plan.cuda else None
-        pull = Pull(plan.host, (export.pid, export.started), event)
+        digest = digest and not len(plan.host) and all(local[i].is_cuda for i in plan.cuda)
+        copy = self._launch(export, local, plan, digest) if plan.cuda else None
+        pull = Pull(plan.host, (export.pid, export.started), copy, digest)
         self._pending.append(pull)
         return pull
 
@@ -270,7 +290,7 @@ class Puller:
             self._opened[packed] = memory.tensor()
         return self._opened[packed]
 
-    def _launch(self, export: Export, local: Sequence[torch.Tensor], plan: _Plan) -> torch.cuda.Event:
+    def _launch(self, export: Export, local: Sequence[torch.Tensor], plan: _Plan, digest: bool) -> Pending:
         """Start all copies on one stream, after what the current stream has been given."""
         bases = [self._open(export, packed) for packed in export.spans]
         device = next((local[i].device for i in plan.cuda if local[i].is_cuda), bases[0].device)
@@ -280,20 +300,16 @@ class Puller:
         stream = self._streams[device.index]
         stream.wait_stream(current)
         with torch.cuda.device(device), torch.cuda.stream(stream), torch.inference_mode():  # parameters of engines too
-            gpu = _gpu_module()
-            if gpu is not None and all(local[i].is_cuda for i in plan.cuda):
+            if all(local[i].is_cuda for i in plan.cuda):
                 if plan.copy is None:
                     parts = [export.tensors[i] for i in plan.cuda]
                     targets = [plan.extents[i][0] for i in plan.cuda]
                     sources = [bases[span].data_ptr() + offset for span, offset, _ in parts]
                     plan.copy = gpu.CopyPlan(targets, sources, [nbytes for _, _, nbytes in parts], device)
-                plan.copy(stream)
-            else:
-                views = [bases[s][offset : offset + n] for s, offset, n in (export.tensors[i] for i in plan.cuda)]
-                torch._foreach_copy_([local[i].detach().view(-1).view(torch.uint8) for i in plan.cuda], views)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(stream)
-        return event
+                return plan.copy(digest=digest)
+            views = [bases[s][offset : offset + n] for s, offset, n in (export.tensors[i] for i in plan.cuda)]
+            torch._foreach_copy_([local[i].detach().view(-1).view(torch.uint8) for i in plan.cuda], views)
+            return gpu.after(device)
 
     def progress(self) -> bool:
         did = False
@@ -309,11 +325,3 @@ class Puller:
         self._pending.clear()
         self._opened.clear()
         self._streams.clear()
-
-
-def _gpu_module() -> Any:
-    """Core's batched copy kernel, where it can run."""
-    try:
-        return importlib.import_module("weightbus.gpu")
-    except ImportError:
-        return None

@@ -520,7 +520,7 @@ class NixlEndpoint(Endpoint):
         for span in self._spans.keys() - needed:
             self._deregister(self._spans.pop(span))
 
-    def post_read(self, remote: bytes, local: Sequence[torch.Tensor]) -> Work:
+    def post_read(self, remote: bytes, local: Sequence[torch.Tensor], *, digest: bool = False) -> Work:
         with self.lock:
             self._check_open()
             export = _wire.decode(remote, Export)

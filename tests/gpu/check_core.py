@@ -126,7 +126,7 @@ def ipc_baseline(source: torch.nn.Module) -> float:
 
 
 def refits(
-    model: str, backend: str, direct: bool, verify: bool, bucket: str, rounds: int
+    model: str, backend: str, direct: bool, verify: bool, bucket: str, rounds: int, slots: int
 ) -> tuple[float, float, dict[str, float], int]:
     """Cold seconds, median steady seconds, phases of the last, payload bytes."""
     source = Flat(shapes(model), None)
@@ -140,6 +140,7 @@ def refits(
             direct=direct,
             verify=verify,
             bucket_bytes=bucket,
+            slots=slots,
         ) as bus,
         Peer(f"{HERE}:engine", (bus.address, model, backend)) as peer,
     ):
@@ -187,7 +188,7 @@ def kernels() -> None:
         torch.cuda.synchronize()
         for at, view in pieces_cpu:
             assert torch.equal(bucket[at : at + view.numel()], view), f"gather at {at}, digest {with_digest}"
-        if pending is not None:
+        if with_digest:
             assert pending.value() == digests.digest(bucket.cpu(), table.used_bytes), "fused gather digest"
         keep = [v.clone() for _, v in pieces_cpu]
         for _, v in pieces_cpu:
@@ -196,10 +197,19 @@ def kernels() -> None:
         torch.cuda.synchronize()
         for k, (_, v) in zip(keep, pieces_cpu, strict=True):
             assert torch.equal(k, v), f"scatter, digest {with_digest}"
-        if pending is not None:
+        if with_digest:
             assert pending.value() == digests.digest(bucket.cpu(), table.used_bytes), "fused scatter digest"
     virtual = gpu.PieceDigest(pieces, DEVICE).start().value()
     assert virtual == digests.digest(bucket.cpu(), table.used_bytes), "digest of pieces where they lie"
+    into = [torch.zeros_like(v) for _, v in pieces_cpu]
+    odd = [torch.zeros(v.numel() + 1, dtype=torch.uint8, device=DEVICE)[1:] for _, v in pieces_cpu]
+    for targets in (into, odd):
+        sources = [v for _, v in pieces_cpu]
+        copy = gpu.CopyPlan(
+            [t.data_ptr() for t in targets], [s.data_ptr() for s in sources], [s.numel() for s in sources], DEVICE
+        )
+        assert copy(digest=True).value() == virtual, "digest of a pull"
+        assert all(torch.equal(t, s) for t, s in zip(targets, sources, strict=True)), "a pull with its digest"
     print("kernels: bit-exact")
     big = torch.randint(0, 256, (1 << 30,), dtype=torch.uint8, device=DEVICE)
     other = torch.empty_like(big)
@@ -276,6 +286,8 @@ def main() -> None:
     parser.add_argument("--models", default="0.6b,8b")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--buckets", default="1GiB")
+    parser.add_argument("--slots", type=int, default=2)
+    parser.add_argument("--modes", default="direct,streamed")
     parser.add_argument("--skip-kernels", action="store_true")
     args = parser.parse_args()
     print(torch.cuda.get_device_name(0), "torch", torch.__version__)
@@ -288,10 +300,14 @@ def main() -> None:
         torch.cuda.empty_cache()
         for backend in args.backends.split(","):
             for direct in (True, False) if backend in ("local", "nixl") else (False,):
+                if ("direct" if direct else "streamed") not in args.modes.split(","):
+                    continue
                 for verify in (False, True):
                     for bucket in ["1GiB"] if direct else args.buckets.split(","):
                         try:
-                            cold, steady, phases, nbytes = refits(model, backend, direct, verify, bucket, args.rounds)
+                            cold, steady, phases, nbytes = refits(
+                                model, backend, direct, verify, bucket, args.rounds, args.slots
+                            )
                         except Exception as exc:
                             print(
                                 f"{model} {backend} direct={direct} verify={verify} {bucket}: FAILED {type(exc).__name__}: {str(exc)[:600]}"

@@ -11,14 +11,13 @@ import torch
 
 import weightbus
 from weightbus.backend import Backend, EndpointSpec, Region, State
-from weightbus.bucket import GatherTables, Packer, Unpacker
 from weightbus.cli.baselines import resident, synchronize
 from weightbus.cli.shapes import filled, fingerprint, module_of, specs_of, touch
 from weightbus.deadline import Deadline
-from weightbus.digest import digest
 from weightbus.manifest import Manifest
 from weightbus.plan import Plan, make_plans
 from weightbus.registry import load_adapter, load_backend
+from weightbus.resident import Tables
 
 TIMEOUT_S = 300.0
 LANE_KEY = bytes(16)
@@ -102,41 +101,31 @@ def _median(case: Case, once: Any) -> float:
 
 
 def stages(case: Case) -> dict[str, float]:
-    """Seconds of pack (with its digest), verify and load of the whole model, one after the other, in one process."""
+    """Seconds of pack and of load of the whole model, each with its digest, one after the other, in one process."""
     torch.set_num_threads(1)
     plan, tensors = _plan(case), filled(specs_of(case.model), case.device, seed=1)
     buckets = _buckets(plan, case)
-    tables: GatherTables = {}
-    values = [tensors[spec.name] for spec in plan.manifest]
+    tables = Tables()
+    tables.fit(plan, [tensors[spec.name] for spec in plan.manifest], torch.device(case.device))
 
-    def pack() -> None:
+    def move(tables: Tables, scatter: bool, with_digest: bool) -> None:
         for bucket in plan.buckets:
-            slot = buckets[bucket.index % case.slots]
-            packer = Packer(slot, case.digest, tables, (bucket.index, slot.data_ptr()), False)
-            for segment in bucket.segments:
-                packer.put(segment, values[segment.tensor])
-            packed = packer.finish()
-            while not packed.ready():
+            pieces = tables.bucket(plan, bucket.index, buckets[bucket.index % case.slots])
+            pending = (pieces.scatter if scatter else pieces.gather)(digest=with_digest)
+            while not pending.ready():
                 pass
-            packed.digest()
+            pending.value()
 
-    def verify() -> None:
-        for bucket in plan.buckets:
-            digest(buckets[bucket.index % case.slots], bucket.used_bytes)
-
-    adapter = load_adapter("torch", {"module": module_of(resident(specs_of(case.model), case.device))})
-    loader = adapter.loader((0,), torch.device(case.device))
+    engine = load_adapter("torch", {"module": module_of(resident(specs_of(case.model), case.device))})
+    loader = engine.loader((0,), torch.device(case.device))
     loader.check([plan.manifest], partial=False)
-    unpacker = Unpacker(plan, [spec.names for spec in plan.manifest])
+    targets = Tables()
+    targets.fit(plan, loader.resident(plan.manifest) or [], torch.device(case.device))
 
-    def load() -> None:
-        for bucket in plan.buckets:
-            batch = unpacker.batch(bucket.index, buckets[bucket.index % case.slots])
-            if batch:
-                loader.load([batch])
-
-    found = {"pack": _median(case, pack), "load": _median(case, load)}
-    return {**found, "verify": _median(case, verify) if case.digest else 0.0}
+    return {
+        "pack": _median(case, lambda: move(tables, False, case.digest)),
+        "load": _median(case, lambda: move(targets, True, case.digest)),
+    }
 
 
 def wire_send(case: Case, conn: Connection[Any, Any]) -> float:

@@ -79,26 +79,13 @@ def _over_raw(result: Result, row: Row) -> list[str]:
 def _stages(result: Result, model: str) -> Table:
     """Each stage alone, and the refit against their sum (one resource) and their maximum (resources of their own)."""
     table = Table(title=f"{model}: milliseconds of each stage alone, and the refit as a part of what they allow")
-    for name in (
-        "what",
-        "settings",
-        "pack",
-        "wire",
-        "verify",
-        "load",
-        "S",
-        "B/S",
-        "of B/S",
-        "max",
-        "B/max",
-        "of B/max",
-    ):
+    for name in ("what", "settings", "pack", "wire", "load", "S", "B/S", "of B/S", "max", "B/max", "of B/max"):
         table.add_column(name, justify="left" if name in ("what", "settings") else "right")
     for row in result.of(model):
         if row.alone and not row.error:
             a = row.alone
-            total, most = sum(a.values()), max(a["pack"], a["wire"], a["verify"] + a["load"])
-            cells = [_ms(a[stage]) for stage in ("pack", "wire", "verify", "load")]
+            total, most = sum(a.values()), max(a["pack"], a["wire"], a["load"])
+            cells = [_ms(a[stage]) for stage in ("pack", "wire", "load")]
             for limit in (total, most):
                 cells += [_ms(limit), f"{row.nbytes / limit / 1e9:.2f}", f"{limit / row.median_s:.2f}"]
             table.add_row(row.name, row.settings, *cells)

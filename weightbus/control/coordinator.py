@@ -16,6 +16,7 @@ import attrs
 
 from weightbus.adapter import Outcome
 from weightbus.backend import Backend
+from weightbus.config import runs
 from weightbus.control import messages as m
 from weightbus.control.wire import Hub
 from weightbus.deadline import Deadline
@@ -32,11 +33,12 @@ from weightbus.errors import (
     TransferTimeout,
     VersionError,
     WeightBusError,
+    named,
 )
 from weightbus.manifest import Manifest
 from weightbus.names import grouping
 from weightbus.plan import MAX_BUCKET_BYTES, Plan, check_names, make_plans, permute
-from weightbus.reactor import Reactor, Script, Wait, log
+from weightbus.reactor import REPORT_IT, Reactor, Script, Wait, log
 
 REPORT_GRACE_S = 10.0
 CONNECT_S = 30.0
@@ -56,7 +58,7 @@ class Member:
 
     def fate(self, host: str) -> str:
         """Outcome of an engine that lost it: DEAD where its process is gone, which only its own host can tell."""
-        dead = self.join.host == host and self.join.pid > 0 and not os.path.exists(f"/proc/{self.join.pid}")
+        dead = self.join.host == host and self.join.pid > 0 and not runs(self.join.pid)
         return Outcome.DEAD.value if dead else Outcome.UNKNOWN.value
 
 
@@ -100,6 +102,7 @@ class EngineRun:
     answered: bool = False  # False: OK is assumed from what the engine said last; its driver's word is under way
     begin_sent: bool = False
     answers: dict[bytes, m.RanksAnswer] = attrs.field(factory=dict)
+    told_plan: set[bytes] = attrs.field(factory=set)  # links that have got the plan in full
     begun: bool = False
     completes: dict[bytes, m.Complete] = attrs.field(factory=dict)
     committed: bool = False
@@ -116,6 +119,10 @@ class EngineRun:
     @property
     def links(self) -> set[bytes]:
         return {member.link for member in self.ranks.values()}
+
+    def member(self, link: bytes) -> Member:
+        """The process behind one of `links`."""
+        return next(x for x in self.ranks.values() if x.link == link)
 
     @property
     def active(self) -> bool:
@@ -144,15 +151,24 @@ class LaneRun:
 
 @attrs.frozen(kw_only=True)
 class CoordinatorConfig:
-    senders: int = 1
-    receivers: int | None = None
-    lanes: str = "paired"
-    fanout: str = "star"
-    slots: int = 2
-    cohort: str = "each"
-    verify: bool = True
-    stall_timeout_s: float = 30.0
-    finish_timeout_s: float = 300.0
+    """Settings of rank 0's control side; see `WeightBus.sender`."""
+
+    bind: str
+    advertise: str | None
+    token: str | None = attrs.field(repr=False)
+    run_id: str
+    host: str
+    backend_name: str
+    bucket_bytes: int
+    senders: int
+    receivers: int | None
+    lanes: str
+    fanout: str
+    slots: int
+    cohort: str
+    verify: bool
+    stall_timeout_s: float
+    finish_timeout_s: float
 
 
 @attrs.define(eq=False)
@@ -191,26 +207,17 @@ class Coordinator:
     def __init__(
         self,
         reactor: Reactor,
-        bind: str,
-        token: str | None,
-        advertise: str | None,
         config: CoordinatorConfig,
-        backend_name: str,
         backend: Backend,
-        bucket_bytes: int,
-        run_id: str,
-        host: str,
         to_local: Callable[[object], None],
         on_engine: Callable[[str, str], None],
     ) -> None:
-        self.run_id, self.config = run_id, config
+        self.run_id, self.config = config.run_id, config
         self.engines: dict[str, Engine] = {}
         self.senders: dict[int, Member] = {}
         self.run: RefitRun | None = None
         self.base_version = -1
-        self._reactor, self._host = reactor, host
-        self._backend_name, self._backend = backend_name, backend
-        self._bucket_bytes = bucket_bytes
+        self._reactor, self._backend = reactor, backend
         self._to_local, self._on_engine = to_local, on_engine
         self._members: dict[bytes, Member] = {}
         self._plans: dict[Any, tuple[tuple[Plan, ...], tuple[m.PlanWire, ...]]] = {}
@@ -221,7 +228,7 @@ class Coordinator:
         self._manifests: dict[int, Manifest | None] = {}
         self._told_plans: dict[int, int] = {}
         self._connected: dict[str, str] = {}  # lane to the incarnation its sender has a channel to
-        self.hub = Hub(reactor, bind, token, self._on_message, self._on_lost, advertise)
+        self.hub = Hub(reactor, config.bind, config.token, self._on_message, self._on_lost, config.advertise)
         reactor.add(self.hub)
 
     # ---- members
@@ -261,7 +268,7 @@ class Coordinator:
             self._told_plans.pop(join.sender_rank, None)
         else:
             self._admit(member)
-        self.hub.send(link, m.Welcome(run_id=self.run_id, backend=self._backend_name))
+        self.hub.send(link, m.Welcome(run_id=self.run_id, backend=self.config.backend_name))
 
     def _admit(self, member: Member) -> None:
         join = member.join
@@ -318,9 +325,9 @@ class Coordinator:
         return None
 
     def _refuse_backend(self, join: m.Join) -> WeightBusError | None:
-        if join.backend != self._backend_name:
+        if join.backend != self.config.backend_name:
             return ConfigError(
-                f"backend {join.backend!r} joins a bus on {self._backend_name!r}",
+                f"backend {join.backend!r} joins a bus on {self.config.backend_name!r}",
                 peer=join.member,
                 phase="join",
                 advice="Give every side the same backend=.",
@@ -338,9 +345,9 @@ class Coordinator:
                 phase="join",
                 advice="Make them equal on both sides.",
             )
-        if self._backend.capabilities.same_host_only and join.host != self._host:
+        if self._backend.capabilities.same_host_only and join.host != self.config.host:
             return ConfigError(
-                f"backend {self._backend_name!r} works within one host only",
+                f"backend {self.config.backend_name!r} works within one host only",
                 peer=join.member,
                 phase="join",
                 advice="Use backend='nixl' or 'ucx' between hosts.",
@@ -365,7 +372,7 @@ class Coordinator:
         if engine is not None:
             engine.members.pop(link, None)
             if not engine.members or member.join.drives == "yes" or len(engine.serving()) < engine.world:
-                engine.outcome = member.fate(self._host)
+                engine.outcome = member.fate(self.config.host)
         run = self.run
         if run is not None and member.join.engine in run.engines:
             self._engine_lost(run, run.engines[member.join.engine], member, error)
@@ -374,7 +381,7 @@ class Coordinator:
     def _engine_lost(self, run: RefitRun, e: EngineRun, member: Member, error: WeightBusError) -> None:
         if member.link == e.driver.link and not e.outcome:
             self.fail(run, e, error)
-            e.outcome = member.fate(self._host)
+            e.outcome = member.fate(self.config.host)
         elif member.link in e.links and not e.committed:
             self.fail(run, e, error)
 
@@ -423,6 +430,7 @@ class Coordinator:
         elif isinstance(message, m.SourceEnd):
             run.source_ends[rank] = message
             if message.error is not None:
+                self._told_plans.pop(rank, None)  # it may not have taken it in
                 error = message.error.to_error()
                 for e in run.active():
                     self.fail(run, e, error)
@@ -475,6 +483,9 @@ class Coordinator:
             e.outcome = Outcome.READY.value
         elif e.answer == "BEHIND":
             e.outcome = Outcome.BEHIND.value
+        if e.outcome and any(lane.engine is e for lane in run.lanes.values()):  # OK was assumed: its ranks wait
+            error = e.error or RefitAborted(f"its driver answers {e.answer}", peer=e.name, phase="offer")
+            self._tell_abort(run, e.links, error)
 
     def _note(self, member: Member, report: m.Report) -> None:
         engine = self.engines.get(member.join.engine)
@@ -544,12 +555,7 @@ class Coordinator:
         elif e.give_up is not None:
             return
         e.give_up = Deadline.after(min(REPORT_GRACE_S, self.config.stall_timeout_s))
-        abort = m.Abort(refit=run.refit, error=m.WireError.of(error))
-        links = {member.link for member in e.ranks.values()}
-        if tell_driver:
-            links.add(e.driver.link)
-        for link in links:
-            self.hub.send(link, abort)
+        self._tell_abort(run, e.links | {e.driver.link} if tell_driver else e.links, error)
         for lane in run.lanes.values():
             if lane.engine is e:
                 run.group_waits.discard(lane.id)
@@ -560,6 +566,10 @@ class Coordinator:
             for other in run.active():
                 if not other.committed:
                     self.fail(run, other, RefitAborted(f"cohort 'all': engine {e.name} failed", peer=e.name))
+
+    def _tell_abort(self, run: RefitRun, links: set[bytes], error: WeightBusError) -> None:
+        for link in links:
+            self.hub.send(link, m.Abort(refit=run.refit, error=m.WireError.of(error)))
 
     def _fail_behind(self, run: RefitRun, e: EngineRun) -> None:
         """Those that `e` passes buckets on to get no more."""
@@ -602,16 +612,29 @@ class Coordinator:
 
     def _script(self, run: RefitRun) -> Script:
         try:
-            yield from self._gather(run)
-            yield from self._offer(run)
-            plans = yield from self._check(run)
-            if run.active():
-                yield from self._connect(run, plans)
-                yield from self._begin(run)
-                yield from self._stream(run)
-        except WeightBusError as exc:
-            run.error = run.error or exc
-        yield from self._end(run)
+            yield from self._steps(run)
+        except Exception as exc:
+            run.error = run.error or self._named(exc)
+        try:
+            yield from self._end(run)
+        except Exception as exc:
+            self._done(
+                run, {e.name: e.outcome or Outcome.UNKNOWN.value for e in run.engines.values()}, self._named(exc)
+            )
+
+    def _named(self, exc: Exception) -> WeightBusError:
+        if not isinstance(exc, WeightBusError):
+            log.exception("the coordinator's script raised", exc_info=exc)
+        return named(exc, RefitAborted, "the coordinator's script", peer="sender/0", advice=REPORT_IT)
+
+    def _steps(self, run: RefitRun) -> Script:
+        yield from self._gather(run)
+        yield from self._offer(run)
+        plans = yield from self._check(run)
+        if run.active():
+            yield from self._connect(run, plans)
+            yield from self._begin(run)
+            yield from self._stream(run)
 
     def _gather(self, run: RefitRun) -> Script:
         """All senders are in `send` with one version; the engines asked for are here."""
@@ -772,7 +795,7 @@ class Coordinator:
             (x.join.rules, x.join.names) for e in run.active() for x in {y.link: y for y in e.ranks.values()}.values()
         ]
         reorder = all(run.ready[k].reorderable for k in range(self.config.senders))
-        sizes = [self._bucket_bytes, *(s.join.bucket_bytes for s in self.senders.values())]
+        sizes = [self.config.bucket_bytes, *(s.join.bucket_bytes for s in self.senders.values())]
         key = (tuple(x.digest() for x in manifests), tuple(dict.fromkeys(rules)), reorder, min(sizes), run.direct)
         if key not in self._plans:
             check_names(manifests)
@@ -795,13 +818,13 @@ class Coordinator:
         full: bool,
     ) -> None:
         for link in links:
-            member = next(x for x in e.ranks.values() if x.link == link)
+            member = e.member(link)
             lanes = []
             for lane in run.lanes.values():
                 if lane.engine is e and lane.rank in member.join.serves:
                     plan = plans[lane.sender] if plans else None
                     sender_bytes = (
-                        self._bucket_bytes if lane.sender == 0 else self.senders[lane.sender].join.bucket_bytes
+                        self.config.bucket_bytes if lane.sender == 0 else self.senders[lane.sender].join.bucket_bytes
                     )
                     lanes.append(
                         m.LaneOffer(
@@ -863,7 +886,12 @@ class Coordinator:
             again = asking()
             for e, link in again:
                 del e.answers[link]
-                self._offer_ranks(run, e, plans, wires, {link}, full=True)
+                if link in e.told_plan:
+                    what = "a rank asked for the plan that it has got"
+                    self.fail(run, e, RemoteProtocolError(what, peer=e.member(link).name, phase="check"))
+                else:
+                    e.told_plan.add(link)
+                    self._offer_ranks(run, e, plans, wires, {link}, full=True)
             if not again:
                 break
         faults = [
@@ -1063,15 +1091,13 @@ class Coordinator:
         error = self._verdict(run, current, outcomes)
         for e in run.engines.values():
             if not self._is_current(run, e):
-                for link in e.links | {e.driver.link}:
-                    self.hub.send(
-                        link, m.Abort(refit=run.refit, error=m.WireError.of(error or RefitAborted("the refit is over")))
-                    )
-        run.ended = True
-        run.error = error
-        self._to_senders(
-            m.SendDone(refit=run.refit, outcomes=outcomes, error=None if error is None else m.WireError.of(error))
-        )
+                self._tell_abort(run, e.links | {e.driver.link}, error or RefitAborted("the refit is over"))
+        self._done(run, outcomes, error)
+
+    def _done(self, run: RefitRun, outcomes: dict[str, str], error: WeightBusError | None) -> None:
+        run.ended, run.error = True, error
+        wire = None if error is None else m.WireError.of(error)
+        self._to_senders(m.SendDone(refit=run.refit, outcomes=outcomes, error=wire))
 
     def _text(self, run: RefitRun, e: EngineRun) -> str:
         if e.answer == ALREADY:

@@ -55,6 +55,7 @@ class WireError:
     tensor: str | None = None
     phase: str | None = None
     advice: str | None = None
+    dead: bool = False
 
     @classmethod
     def of(cls, exc: BaseException, peer: str | None = None) -> WireError:
@@ -69,6 +70,7 @@ class WireError:
             tensor=exc.tensor,
             phase=exc.phase,
             advice=exc.advice,
+            dead=isinstance(exc, errors.EngineError) and exc.dead,
         )
 
     def to_error(self) -> WeightBusError:
@@ -88,7 +90,7 @@ class WireError:
         if isinstance(exc, errors.PartialRefitError):
             exc.outcomes = {}
         if isinstance(exc, errors.EngineError):
-            exc.dead = False
+            exc.dead = self.dead
         return exc
 
 
@@ -112,13 +114,14 @@ class PlanWire:
 
 
 def flat_segments(segments: tuple[Segment, ...]) -> list[int]:
-    return [v for s in segments for v in (s.tensor, s.tensor_offset, s.offset, s.nbytes)]
+    return [v for s in segments for v in s]
 
 
 def unflat_segments(flat: list[int]) -> tuple[Segment, ...]:
     if len(flat) % 4:
         raise RemoteProtocolError("segments come as quadruples")
-    return tuple(Segment(*flat[i : i + 4]) for i in range(0, len(flat), 4))
+    quadruple = [iter(flat)] * 4
+    return tuple(map(Segment._make, zip(*quadruple, strict=True)))
 
 
 # ---- joining

@@ -231,8 +231,8 @@ class _FaultyEndpoint(Endpoint):
     def export(self, tensors: Sequence[torch.Tensor]) -> bytes:
         return self.inner.export(tensors)
 
-    def post_read(self, remote: bytes, local: Sequence[torch.Tensor]) -> Work:
-        return self.inner.post_read(remote, local)
+    def post_read(self, remote: bytes, local: Sequence[torch.Tensor], *, digest: bool = False) -> Work:
+        return self.inner.post_read(remote, local, digest=digest)
 
     def progress(self) -> bool:
         moved = [channel.advance() for channel in self._channels]

@@ -10,30 +10,34 @@ import sys
 import threading
 from typing import Any
 
-from weightbus import TransferTimeout, WeightBus, WeightBusError
+from weightbus import EndpointClosed, WeightBus, WeightBusError
 from weightbus_sglang import SglangAdapter
+
+DAY_S = 86400.0
 
 
 def say(**fields: Any) -> None:
     print(json.dumps(fields), flush=True)
 
 
-def main(address: str, url: str, adapter_options: dict[str, Any], **options: Any) -> None:
-    adapter = SglangAdapter(url=url, **adapter_options)
-    bus = WeightBus.receiver(address, adapter=adapter, **options)
-    ended = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
-    say(joined=True)
-    while not ended.is_set():
+def take(bus: WeightBus) -> None:
+    """Every refit that comes, until the bus is closed."""
+    while True:
         try:
-            report = bus.recv(timeout=5)
+            report = bus.recv(timeout=DAY_S)
             say(state=bus.state, seconds=report.seconds, buckets=report.buckets)
-        except TransferTimeout as exc:
-            if "no offer" not in str(exc):
-                say(state=bus.state, error=str(exc))
+        except EndpointClosed:
+            return
         except WeightBusError as exc:
             say(state=bus.state, error=str(exc))
-    bus.close()
+
+
+def main(address: str, url: str, adapter_options: dict[str, Any], **options: Any) -> None:
+    adapter = SglangAdapter(url=url, **adapter_options)
+    with WeightBus.receiver(address, adapter=adapter, **options) as bus:
+        say(joined=True)
+        threading.Thread(target=take, args=(bus,), daemon=True).start()
+        sys.stdin.read()
 
 
 if __name__ == "__main__":

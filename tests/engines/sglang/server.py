@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import socket
+import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
+
+from tests.engines.peer import Peer, end_group, free_port, start_group, tail
 
 HERE = Path(__file__).parent
 ARGUMENTS = (
@@ -24,12 +25,6 @@ ARGUMENTS = (
 )  # fmt: skip
 LONG_PROMPT = [3 + (7 * i) % 500 for i in range(150)]  # longer than any block of the prefix cache
 PROMPTS = ([1, 10, 20, 30, 40], LONG_PROMPT)
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 class Client:
@@ -85,12 +80,12 @@ class RealServer(Client):
         model: folder of the checkpoint to serve.
         log: file of its output.
         tp: tensor-parallel size.
-        extra: further arguments.
+        python: of SGLang's environment.
     """
 
-    def __init__(self, model: Path, log: Path, *, tp: int = 1, extra: tuple[str, ...] = ()) -> None:
+    def __init__(self, model: Path, log: Path, *, tp: int = 1, python: str = sys.executable) -> None:
         super().__init__(model, tp)
-        self.log, self.extra = log, extra
+        self.log, self.python = log, python
         self.process: subprocess.Popen[bytes] | None = None
 
     def launch(self) -> None:
@@ -99,13 +94,11 @@ class RealServer(Client):
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         threads = "|".join(str(i) for i in range(self.tp))
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, str(HERE / "launch.py"), "--model-path", str(self.model), "--port", str(port),
-                 "--tp-size", str(self.tp), *ARGUMENTS, *self.extra],
-                stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-                env={**os.environ, **({"SGLANG_CPU_OMP_THREADS_BIND": threads} if self.tp > 1 else {})},
-            )  # fmt: skip
+        self.process = start_group(
+            [self.python, str(HERE / "launch.py"), "--model-path", str(self.model), "--port", str(port),
+             "--tp-size", str(self.tp), *ARGUMENTS],
+            self.log, {"SGLANG_CPU_OMP_THREADS_BIND": threads} if self.tp > 1 else {},
+        )  # fmt: skip
 
     def wait(self, timeout_s: float = 400) -> None:
         end = time.monotonic() + timeout_s
@@ -116,9 +109,8 @@ class RealServer(Client):
                 if self.http.get(f"{self.url}/health", timeout=5).status_code == 200:
                     return
             time.sleep(0.3)
-        tail = self.log.read_text(errors="replace")[-3000:]
         self.stop()
-        raise RuntimeError(f"the server did not start:\n{tail}")
+        raise RuntimeError(f"the server did not start:\n{tail(self.log)}")
 
     def start(self) -> RealServer:
         self.launch()
@@ -132,14 +124,43 @@ class RealServer(Client):
     def kill(self) -> None:
         """SIGKILL to every process of the server."""
         if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(30)
+            end_group(self.process)
 
     def stop(self) -> None:
         self.kill()
         self.http.close()
         self.http = httpx.Client(timeout=120, trust_env=False)
+
+
+class Receiver(Peer):
+    """A receiver beside a server, in a process of its own: `receive.py`."""
+
+    def __init__(self, address: str, url: str, python: str = sys.executable, **options: Any) -> None:
+        arguments = {"adapter_options": {}, **options, "address": address, "url": url}
+        super().__init__(python, "-m", "tests.engines.sglang.receive", json.dumps(arguments))
+        self.said()
+
+
+class Traffic:
+    """One short request after the other; remembers when each was answered, and under which label."""
+
+    def __init__(self, server: RealServer) -> None:
+        self.answers: list[tuple[float, str]] = []
+        self._server, self._stop = server, threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            label = self._server.generate(PROMPTS[0], 2)["meta_info"]["weight_version"]
+            self.answers.append((time.monotonic(), label))
+
+    def __enter__(self) -> Traffic:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(60)
 
 
 def request(prompt: list[int], tokens: int) -> dict[str, Any]:

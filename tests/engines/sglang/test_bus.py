@@ -2,53 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.engines.sglang.conftest import Fresh, measure
-from tests.engines.sglang.server import PROMPTS, RealServer
+from tests.engines.sglang.server import PROMPTS, RealServer, Receiver, Traffic
 from weightbus import PartialRefitError, SourceError, WeightBus
 
 Weights = dict[str, torch.Tensor]
-ROOT = Path(__file__).parents[3]
-
-
-class Receiver:
-    """A receiver in a process of its own."""
-
-    def __init__(self, address: str, url: str, **options: Any) -> None:
-        arguments = {"adapter_options": {}, **options, "address": address, "url": url}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.engines.sglang.receive", json.dumps(arguments)],
-            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        self.said()
-
-    def said(self) -> dict[str, Any]:
-        """Its next line."""
-        with ThreadPoolExecutor(1) as pool:
-            line = pool.submit(self.process.stdout.readline).result(120)  # type: ignore[union-attr]
-        return dict(json.loads(line))
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-    def close(self) -> None:
-        try:
-            self.process.communicate("", timeout=20)
-        except subprocess.TimeoutExpired:
-            self.kill()
 
 
 @pytest.fixture
@@ -114,28 +80,6 @@ def slow(weights: Weights, pause_s: float, fail_at: int | None = None) -> Iterat
         if i == fail_at:
             raise OSError("the trainer's disk")
         yield item
-
-
-class Traffic:
-    """One short request after the other; remembers when each was answered, and under which label."""
-
-    def __init__(self, server: RealServer) -> None:
-        self.answers: list[tuple[float, str]] = []
-        self._server, self._stop = server, threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            label = self._server.generate(PROMPTS[0], 2)["meta_info"]["weight_version"]
-            self.answers.append((time.monotonic(), label))
-
-    def __enter__(self) -> Traffic:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(60)
 
 
 @pytest.mark.parametrize("stage", ["host", None])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from tests.engines.peer import Peer, leave_nothing
 from weightbus.adapter import Refit
 from weightbus.deadline import Deadline
 from weightbus.errors import EngineError
@@ -18,6 +18,7 @@ PROMPTS = [
     [1, 5, 9, 77, 300],
     [1, *((i * 37) % 500 + 4 for i in range(70))],  # longer than two blocks of 32: the prefix cache has it
 ]
+TOKENS = 12
 Output = list[tuple[list[int], list[float]]]
 
 _alive: list[Any] = []  # vLLM tears down the process groups of all engines of a process when one is collected
@@ -38,6 +39,7 @@ def engine(path: Path, **options: Any) -> Any:
         "worker_extension_cls": "fileengine.Extension",
         "weight_transfer_config": {"backend": "weightbus_file"},
     }
+    leave_nothing()
     llm = LLM(model=str(path), **{**settings, **options})
     _alive.append(llm)
     return llm
@@ -47,7 +49,7 @@ def generate(llm: Any, *, together: bool = True) -> Output:
     """Greedy tokens and their logprobs, to be compared with ``==``; prompts of one batch share its last bits."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0, max_tokens=12, logprobs=1, ignore_eos=True)
+    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=1, ignore_eos=True)
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     batches = [prompts] if together else [[prompt] for prompt in prompts]
     done = [answer for batch in batches for answer in llm.generate(batch, sampling, use_tqdm=False)]
@@ -129,38 +131,20 @@ class Refits:
         return self.run(path)
 
 
-class Trainer:
+class Trainer(Peer):
     """`trainer.py` in a process of its own; a context manager."""
 
     def __init__(self, backend: str, receivers: int, **options: Any) -> None:
-        command = [sys.executable, str(Path(__file__).with_name("trainer.py")), backend, str(receivers)]
-        self._process = subprocess.Popen(
-            [*command, json.dumps(options)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.address: str = self._answer()["address"]
+        program = str(Path(__file__).with_name("trainer.py"))
+        super().__init__(sys.executable, program, backend, str(receivers), json.dumps(options))
+        self.address: str = self.said()["address"]
 
     def post(self, path: Path, version: int, **order: Any) -> None:
-        """Start to send; `answer` waits for the end."""
-        if self._process.stdin is None:
-            raise RuntimeError("no pipe")
-        self._process.stdin.write(json.dumps({"path": str(path), "version": version, **order}) + "\n")
-        self._process.stdin.flush()
-
-    def answer(self) -> dict[str, Any]:
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        if self._process.stdout is None:
-            raise RuntimeError("no pipe")
-        line = self._process.stdout.readline()
-        return json.loads(line) if line else {"error": "died"}  # type: ignore[no-any-return]
+        """Start to send; `said` waits for the end."""
+        self.tell(path=str(path), version=version, **order)
 
     def __enter__(self) -> Trainer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait(10)
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+        self.kill()

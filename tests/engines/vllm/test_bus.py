@@ -43,11 +43,11 @@ class Line:
             self.driver.drive(timeout=90)
         except WeightBusError as exc:
             self.error: WeightBusError = exc
-        return self.trainer.answer()
+        return self.trainer.said()
 
     def close(self) -> None:
         self.driver.close()
-        self.trainer.__exit__()
+        self.trainer.kill()
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_what_does_not_fit_is_refused_before_the_pause(in_place: Line, llm: Any,
     engine, a, b, out_a, _ = llm
     ready(in_place, a)
     in_place.trainer.post(b, in_place.version + 1, **order)
-    answer = in_place.trainer.answer()
+    answer = in_place.trainer.said()
     assert answer["error"] == "AlignmentError"
     assert says in answer["text"]
     assert answer["engines"] == {"e0": f"READY({in_place.version})"}
