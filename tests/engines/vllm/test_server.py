@@ -60,7 +60,7 @@ def test_a_request_in_flight_goes_on_with_the_new_weights(server: Server, paths:
 
     prompt = rig.PROMPTS[0]
     with rig.Trainer("local", 1) as trainer, drive(trainer.address, server, pause="keep") as driver:
-        trainer.post(paths[0], 1)
+        trainer.post(paths[0], 3)  # the server is at 2
         driver.drive(timeout=120)
         trainer.said()
         alone: list[int] = []
@@ -70,9 +70,9 @@ def test_a_request_in_flight_goes_on_with_the_new_weights(server: Server, paths:
         request.start()
         while len(tokens) < 5:
             time.sleep(0.005)
-        trainer.post(paths[1], 2)
+        trainer.post(paths[1], 4)
         driver.drive(timeout=120)
-        assert trainer.said()["engines"] == {"e0": "READY(2)"}
+        assert trainer.said()["engines"] == {"e0": "READY(4)"}
         request.join(120)
     assert len(tokens) == LONG  # it was not cut
     cut = next((i for i in range(LONG) if tokens[i] != alone[i]), LONG)
