@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from weightbus import digest as digests
 from weightbus.bucket import POISON, Packer, Unpacker, plain_bytes
+from weightbus.control import messages as m
 from weightbus.errors import RemoteProtocolError
+from weightbus.feed import PagedUnpacker
 from weightbus.header import Header
 from weightbus.manifest import DTYPES, Manifest, TensorSpec
 from weightbus.plan import MAX_BUCKET_BYTES, Plan, make_plans
@@ -241,3 +243,15 @@ def test_garbage_is_no_header(data: bytes) -> None:
     except RemoteProtocolError:
         return
     assert header.pack()[:4] == data[:4] == b"WB01"
+
+
+@pytest.mark.parametrize(
+    "segment", [(-1, 0, 0, 4), (1, 0, 0, 4), (0, -4, 0, 4), (0, 0, -16, 4), (0, 0, 0, -4), (0, 4, 0, 4), (0, 0, 64, 4)]
+)
+def test_a_page_that_names_what_cannot_be_is_refused(segment: tuple[int, int, int, int]) -> None:
+    page = m.Page(
+        refit="00" * 16, lane="a->b", bucket=0, first_tensor=0, specs=(TensorSpec("a", (1,), "float32"),),
+        segments=list(segment),
+    )  # fmt: skip
+    with pytest.raises(RemoteProtocolError, match="a page"):
+        PagedUnpacker().batch(page, torch.zeros(64, dtype=torch.uint8), lambda spec: (spec.name,))

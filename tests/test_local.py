@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import socket
+import subprocess
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ from weightbus_local import LocalBackend
 from weightbus_local.channel import Offer
 from weightbus_local.cuda import Span
 from weightbus_local.endpoint import Address, LocalEndpoint
+from weightbus_local.host import start_time
 from weightbus_local.wire import Frame, Kind
 
 HERE = str(Path(__file__).resolve())
@@ -673,3 +675,14 @@ def test_without_a_gpu_cuda_is_unavailable() -> None:
 def test_unknown_options_are_refused_all_at_once() -> None:
     with pytest.raises(ConfigError, match="colour, shape"):
         LocalBackend(shape=1, colour=2)
+
+
+def test_a_process_that_has_ended_and_was_not_waited_for_counts_as_ended() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    assert start_time(child.pid) > 0
+    child.kill()
+    end = time.monotonic() + 10
+    while start_time(child.pid) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert start_time(child.pid) == 0
+    child.wait(10)

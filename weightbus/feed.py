@@ -86,9 +86,11 @@ class PagedUnpacker:
         self.specs.extend(page.specs)
         batch: list[tuple[str, torch.Tensor]] = []
         for s in m.unflat_segments(page.segments):
-            if s.tensor >= len(self.specs) or s.offset + s.nbytes > memory.numel():
-                raise RemoteProtocolError("a page beyond its bucket", bucket=page.bucket)
+            if not 0 <= s.tensor < len(self.specs) or min(s.tensor_offset, s.offset, s.nbytes) < 0:
+                raise RemoteProtocolError("a page names a place that cannot be", bucket=page.bucket)
             spec = self.specs[s.tensor]
+            if s.offset + s.nbytes > memory.numel() or s.tensor_offset + s.nbytes > spec.nbytes:
+                raise RemoteProtocolError("a page beyond its bucket", bucket=page.bucket)
             if s.nbytes == spec.nbytes:
                 tensor = view_of(spec, memory, s.offset)
             else:

@@ -609,13 +609,16 @@ class RankSet:
                 run.seconds["wait"] += time.monotonic() - start
                 self._raise_if_over(run)
                 continue
-            for lane, landed in step:
-                lane.expect(landed)
-            job = yield from self._run_load(run, partial(feed.load, step, check=in_place))
-            if job.error is not None:
+            try:
+                for lane, landed in step:
+                    lane.expect(landed)
+                job = yield from self._run_load(run, partial(feed.load, step, check=in_place))
+                if job.error is not None:
+                    raise self._wrapped(job.error)
+            except WeightBusError:
                 for lane, landed in step:
                     lane.release(landed)
-                raise self._wrapped(job.error)
+                raise
             for spent in job.result if in_place else ():
                 self._release_later(spent, run)
             if in_place:

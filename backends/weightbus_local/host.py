@@ -35,9 +35,10 @@ def network_namespace() -> int:
 
 
 def start_time(pid: int) -> int:
-    """When process `pid` was started, in clock ticks after boot; 0 if it has gone. Tells a reused pid."""
+    """When process `pid` was started, in clock ticks after boot; 0 if it has ended. Tells a reused pid."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return 0 if fields[0] in "ZX" else int(fields[19])  # a zombie has let go of its memory
     except (OSError, IndexError):
         return 0
 
