@@ -88,6 +88,13 @@ class Net:
             command("ip", "netns", "exec", self.names[0], "nft", "delete table inet cut")
 
 
+def link_state(namespace: str, index: int) -> str:
+    shown = subprocess.run(
+        ["ip", "-n", namespace, "link", "show", f"veth{index}"], capture_output=True, text=True, timeout=20, check=True
+    )
+    return shown.stdout
+
+
 @pytest.fixture
 def net() -> Iterator[Net]:
     if missing := [tool for tool in ("ip", "nft") if shutil.which(tool) is None]:
@@ -105,6 +112,8 @@ def net() -> Iterator[Net]:
                 command("ip", "-n", name, "link", "set", "lo", "up")
         except OSError as exc:
             pytest.skip(f"no network namespaces here: {exc}")
+        for index, name in enumerate(names):  # the kernel tells of new links at most once a second
+            until(lambda name=name, index=index: "state UP" in link_state(name, index))  # type: ignore[misc]
         yield Net(names)
     finally:
         for name in names:
