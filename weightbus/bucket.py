@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from weightbus import digest as digests
+from weightbus import gpu
 from weightbus.digest import LEAF_BYTES
 from weightbus.host import CACHED_BYTES, Done
 from weightbus.manifest import TensorSpec
@@ -54,8 +55,7 @@ class Packer:
 
     def put(self, segment: Segment, tensor: torch.Tensor, source: torch.Tensor | None = None) -> None:
         """Copy one segment. `source` is `plain_bytes(tensor)` where the caller has it already."""
-        plain = source is None and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-        if not plain and source is None:
+        if source is None and (not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg()):
             source = plain_bytes(tensor)
         if self._host and tensor.device.type == "cpu":
             address = (tensor if source is None else source).data_ptr() + segment.tensor_offset
@@ -89,8 +89,6 @@ class Packer:
         """The bucket is full."""
         used = self._end
         if not self._host:
-            from weightbus import gpu  # CuPy, only where there are CUDA buckets
-
             return Packed(
                 used, gpu.digest_async(self._target, used) if self._verify else gpu.after(self._target.device)
             )
@@ -108,13 +106,6 @@ def view_of(spec: TensorSpec, memory: torch.Tensor, offset: int) -> torch.Tensor
     if spec.nbytes == 0:
         return torch.empty(spec.shape, dtype=spec.torch_dtype, device=memory.device)
     return memory[offset : offset + spec.nbytes].view(spec.torch_dtype).view(spec.shape)
-
-
-def warm_up(device: torch.device) -> None:
-    """Compile the kernels of a CUDA device now."""
-    from weightbus import gpu  # CuPy, only where there is CUDA memory
-
-    gpu.warm_up(device)
 
 
 class Unpacker:

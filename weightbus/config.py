@@ -103,13 +103,17 @@ def host_id() -> str:
     return f"{boot}/{namespace}"
 
 
+def process_stat(pid: int) -> list[str]:
+    """The fields of /proc/<pid>/stat from the state on; empty when the process has gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
 def runs(pid: int) -> bool:
     """A process of this host has not ended; one that was killed and not yet waited for has."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return False
-    return state not in ("Z", "X")
+    return process_stat(pid)[:1] not in ([], ["Z"], ["X"])
 
 
 def _positive(name: str, value: float | None, wrong: list[str]) -> None:

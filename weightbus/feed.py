@@ -1,7 +1,7 @@
 """From landed buckets to load calls, in the caller's thread.
 
 Three ways, chosen once per refit: views handed to `EngineLoader.load`; whole tensors aligned by name over ranks where the
-stream is paged; and, on CUDA, one kernel that writes a bucket into the engine's resident memory while it digests it.
+stream is paged; and a bucket written into the engine's resident memory and digested in one pass.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import cached_property
 import attrs
 import torch
 
+from weightbus import gpu
 from weightbus.adapter import EngineLoader, Fault, LoadResult
 from weightbus.align import Aligner
 from weightbus.bucket import view_of
@@ -69,6 +70,11 @@ class RankRun:
     buckets: int = 0
     bytes: int = 0
     tensors: int = 0
+
+    @property
+    def over(self) -> bool:
+        """Nothing more is to be waited for."""
+        return self.aborted is not None or self.dropped
 
 
 class PagedUnpacker:
@@ -188,7 +194,7 @@ class Feed:
             start = time.perf_counter()
         used_up = self._plain(step) if self.planned else self._align(step)
         self._run.seconds["load"] += time.perf_counter() - start
-        ready = _event() if any(landed.memory.is_cuda for _, landed in step) else _true
+        ready = current_event([landed.memory for _, landed in step])
         return [Spent(lane, landed, ready, _nothing) for lane, landed in used_up]
 
     def prepare(self, device: torch.device) -> None:
@@ -255,13 +261,4 @@ class Feed:
 def current_event(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
     """True once what the current stream has enqueued on the tensors' device so far has ended."""
     cuda = next((t.device for t in tensors if t.is_cuda), None)
-    if cuda is None:
-        return _true
-    with torch.cuda.device(cuda):
-        return _event()
-
-
-def _event() -> Callable[[], bool]:
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return event.query
+    return _true if cuda is None else gpu.after(cuda).ready

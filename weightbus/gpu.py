@@ -305,24 +305,29 @@ class Pending:
 
 def after(device: torch.device) -> Pending:
     """The end of what the current stream of `device` has been given so far."""
+    return Pending(_event(device))
+
+
+def _event(device: torch.device) -> torch.cuda.Event:
     with torch.cuda.device(device):
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-    return Pending(event)
+    return event
 
 
-def _pending(leaves: torch.Tensor, nbytes: int) -> Pending:
+def _digested(name: str, device: torch.device, nbytes: int, *args: Any) -> Pending:
+    """Launch a kernel of `leaves` over `nbytes`; its last argument, where the leaf digests go, is added here."""
+    leaves = torch.empty(num_leaves(nbytes), dtype=torch.int64, device=device)
+    if nbytes:
+        _launch(name, device, _leaf_blocks(nbytes), (*args, leaves.data_ptr()))
     host = torch.empty(leaves.shape, dtype=torch.int64, pin_memory=True)
     host.copy_(leaves, non_blocking=True)
-    return Pending(after(leaves.device)._event, host, nbytes)
+    return Pending(_event(device), host, nbytes)
 
 
 def digest_async(t: torch.Tensor, nbytes: int) -> Pending:
     """Start the digest of ``t[:nbytes]`` (contiguous uint8, 16-byte aligned) on the current stream."""
-    leaves = torch.empty(num_leaves(nbytes), dtype=torch.int64, device=t.device)
-    if nbytes:
-        _launch("leaf_digests", t.device, _leaf_blocks(nbytes), (t.data_ptr(), _u64(nbytes), leaves.data_ptr()))
-    return _pending(leaves, nbytes)
+    return _digested("leaf_digests", t.device, nbytes, t.data_ptr(), _u64(nbytes))
 
 
 def digest(t: torch.Tensor, nbytes: int) -> int:
@@ -382,12 +387,8 @@ class Pieces:
         if not digest:
             _copy(plain, self._count, self.bucket.device)
             return after(self.bucket.device)
-        leaves = torch.empty(num_leaves(self.used_bytes), dtype=torch.int64, device=self.bucket.device)
         args = (self.bucket.data_ptr(), _u64(self.used_bytes), self._fused.data_ptr(), _u32(self._count))
-        if self.used_bytes:
-            blocks = _leaf_blocks(self.used_bytes)
-            _launch(fused, self.bucket.device, blocks, (*args, leaves.data_ptr()))
-        return _pending(leaves, self.used_bytes)
+        return _digested(fused, self.bucket.device, self.used_bytes, *args)
 
 
 class PieceDigest:
@@ -401,11 +402,8 @@ class PieceDigest:
 
     def start(self) -> Pending:
         """Launch on the current stream."""
-        leaves = torch.empty(num_leaves(self._used), dtype=torch.int64, device=self._device)
-        if self._used:
-            args = (_u64(self._used), self._table.data_ptr(), _u32(self._count), leaves.data_ptr())
-            _launch("piece_digests", self._device, _leaf_blocks(self._used), args)
-        return _pending(leaves, self._used)
+        args = (_u64(self._used), self._table.data_ptr(), _u32(self._count))
+        return _digested("piece_digests", self._device, self._used, *args)
 
 
 def _chunks(
@@ -441,10 +439,8 @@ class CopyPlan:
 
     def __call__(self, *, digest: bool) -> Pending:
         """Launch on the current stream; the digest is that of the pieces as if packed into one bucket, in order."""
-        if not digest or not self._used:
+        if not digest:
             _copy(self._chunks, self._count, self._device)
             return after(self._device)
-        leaves = torch.empty(num_leaves(self._used), dtype=torch.int64, device=self._device)
-        args = (_u64(self._used), self._fused.data_ptr(), _u32(self._count), leaves.data_ptr())
-        _launch("pull_digests", self._device, _leaf_blocks(self._used), args)
-        return _pending(leaves, self._used)
+        args = (_u64(self._used), self._fused.data_ptr(), _u32(self._count))
+        return _digested("pull_digests", self._device, self._used, *args)

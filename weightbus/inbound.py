@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
+from weightbus import gpu
 from weightbus.adapter import EngineLoader, Fault
 from weightbus.backend import Backend, Channel, Endpoint, GroupSpec, State
-from weightbus.bucket import Unpacker, warm_up
+from weightbus.bucket import Unpacker
 from weightbus.buffers import SlotPool
 from weightbus.control import messages as m
 from weightbus.deadline import Deadline
@@ -31,17 +32,22 @@ from weightbus.errors import (
     RemoteProtocolError,
     TransferTimeout,
     WeightBusError,
+    named,
 )
 from weightbus.feed import Feed, Offered, RankRun, Spent, Step, current_event
-from weightbus.jobs import Job, Jobs
+from weightbus.jobs import Jobs
 from weightbus.lane import InboundConfig, InboundLane, Landed, Stage, verify
 from weightbus.manifest import Manifest
 from weightbus.names import rename
 from weightbus.plan import Plan
-from weightbus.reactor import NEVER, Reactor, Script, Wait, log
+from weightbus.reactor import NEVER, REPORT_IT, Reactor, Script, Wait, log
 from weightbus.resident import Tables
 
 MAX_REMEMBERED_PLANS = 4
+
+
+def _load_error(error: BaseException) -> WeightBusError:
+    return named(error, EngineError, "load", phase="load", advice="The engine is marked; a full send heals it.")
 
 
 class RankSet:
@@ -80,7 +86,7 @@ class RankSet:
         self._stage = Stage(torch.device("cpu") if config.stage == "host" else device)
         self._pending: m.OfferRanks | None = None
         if device.type == "cuda":
-            warm_up(device)
+            gpu.warm_up(device)
         for lane in self.lanes:  # a backend's start-up belongs to set-up, not to the first refit
             lane.open()
         self._releasing: list[tuple[Callable[[], bool], Callable[[], None]]] = []
@@ -196,7 +202,7 @@ class RankSet:
                 verified=run.verified,
                 loaded=run.loaded,
                 dropped=run.dropped,
-                error=None if error is None else m.WireError.of(error, f"{self.engine}/{self.ranks[0]}"),
+                error=None if error is None else self._wire(error),
             )
         else:
             state = m.RankState(
@@ -243,12 +249,13 @@ class RankSet:
         run = RankRun(offer, Deadline.after(offer.timeout_s))
         for lane in self.lanes:
             lane.deadline = run.deadline
-        plans = self._resolve(offer)
-        if plans is None:
-            self._tell(m.RanksAnswer(refit=offer.refit, need_plan=True))
-            return
-        answer = self._check(offer, plans)
+        try:
+            answer = self._answer(offer)
+        except Exception as exc:
+            answer = m.RanksAnswer(refit=offer.refit, error=self._wire(self._unforeseen(exc)))
         self._tell(answer)
+        if answer.need_plan:
+            return
         if answer.faults or answer.error:
             detail = "; ".join(map(str, answer.faults))
             refusal = AlignmentError(f"refused the offer: {detail}", phase="check")
@@ -260,9 +267,17 @@ class RankSet:
             yield from self._stream(run)
             for lane in self.lanes:
                 lane.clean = True
-        except WeightBusError as exc:
-            error = exc
+        except Exception as exc:
+            error = self._unforeseen(exc)
         yield from self._leave(run, error)
+
+    def _unforeseen(self, exc: Exception) -> WeightBusError:
+        if not isinstance(exc, WeightBusError):
+            log.exception("a refit of the ranks of %s was broken off", self.engine, exc_info=exc)
+        return named(exc, RefitAborted, "the ranks' script", advice=REPORT_IT)
+
+    def _wire(self, error: WeightBusError) -> m.WireError:
+        return m.WireError.of(error, f"{self.engine}/{self.ranks[0]}")
 
     def _resolve(self, offer: m.OfferRanks) -> list[Plan | None] | None:
         """The lanes' plans, from the offer or from memory; None when some is unknown here."""
@@ -289,8 +304,11 @@ class RankSet:
             for key in [k for k in self._unpackers if k[1] == old]:
                 del self._unpackers[key]
 
-    def _check(self, offer: m.OfferRanks, plans: Sequence[Plan | None]) -> m.RanksAnswer:
+    def _answer(self, offer: m.OfferRanks) -> m.RanksAnswer:
         """Every reason to refuse; then the lanes are made ready and their addresses given."""
+        plans = self._resolve(offer)
+        if plans is None:
+            return m.RanksAnswer(refit=offer.refit, need_plan=True)
         try:
             faults = self._faults(offer, plans)
         except Exception as exc:
@@ -298,26 +316,23 @@ class RankSet:
             faults = [Fault("engine", "", f"check raised {type(exc).__name__}: {exc}")]
         if faults:
             return m.RanksAnswer(refit=offer.refit, faults=tuple(faults))
-        try:
-            answers = []
-            for lane, wanted, plan in zip(self.lanes, offer.lanes, plans, strict=True):
-                before = lane.endpoint
-                lane.prepare(wanted.lane, offer.refit, wanted.slot_bytes, wanted.slots, wanted.writer)
-                if lane.endpoint is not before:
-                    self._forget_memory(lane.rank)
-                if before is not None and lane.endpoint is not before:
-                    self._forget_views()
-                lane.plan = plan
-                lane.unpacker = None if plan is None else self._unpacker(lane.rank, plan)
-                if lane.endpoint is None:
-                    raise ConfigError("the lane has no endpoint", lane=lane.id)
-                address = lane.endpoint.address if lane.channel is not None else b""
-                answers.append(
-                    m.LaneAnswer(lane=lane.id, incarnation=lane.endpoint.incarnation, address=address, key=lane.key)
-                )
-            return m.RanksAnswer(refit=offer.refit, lanes=tuple(answers))
-        except WeightBusError as exc:
-            return m.RanksAnswer(refit=offer.refit, error=m.WireError.of(exc, f"{self.engine}/{self.ranks[0]}"))
+        answers = []
+        for lane, wanted, plan in zip(self.lanes, offer.lanes, plans, strict=True):
+            before = lane.endpoint
+            lane.prepare(wanted.lane, offer.refit, wanted.slot_bytes, wanted.slots, wanted.writer)
+            if lane.endpoint is not before:
+                self._forget_memory(lane.rank)
+            if before is not None and lane.endpoint is not before:
+                self._forget_views()
+            lane.plan = plan
+            lane.unpacker = None if plan is None else self._unpacker(lane.rank, plan)
+            if lane.endpoint is None:
+                raise ConfigError("the lane has no endpoint", lane=lane.id)
+            address = lane.endpoint.address if lane.channel is not None else b""
+            answers.append(
+                m.LaneAnswer(lane=lane.id, incarnation=lane.endpoint.incarnation, address=address, key=lane.key)
+            )
+        return m.RanksAnswer(refit=offer.refit, lanes=tuple(answers))
 
     def _forget_views(self) -> None:
         """Lanes are about to be replaced: no view of old slots may keep them."""
@@ -420,9 +435,7 @@ class RankSet:
         else:
             feed = self._feed(run)
             if feed.planned:  # while the first bucket is on its way
-                job = yield from self._run_load(run, lambda: feed.prepare(self._device))
-                if job.error is not None:
-                    raise self._wrapped(job.error)
+                yield from self._run_load(run, lambda: feed.prepare(self._device))
             yield from self._load_stream(run, feed, self._landed_steps(feed), in_place=True)
             self._check_paged_end(run)
             self._prove(run)
@@ -432,11 +445,11 @@ class RankSet:
         self._say(run, run.offer.refit)
         if not staged:
             return
-        yield Wait(lambda: run.go_load or run.dropped or run.aborted is not None, run.deadline)
-        while not (run.go_load or run.dropped or run.aborted):
+        yield Wait(lambda: run.go_load or run.over, run.deadline)
+        while not (run.go_load or run.over):
             # past the deadline the copy belongs to the driver: ask it, drop only on its word or its death
             self._say(run, run.offer.refit)
-            yield Wait(lambda: run.go_load or run.dropped or run.aborted is not None, Deadline.after(1.0))
+            yield Wait(lambda: run.go_load or run.over, Deadline.after(1.0))
         run.deadline = NEVER  # roll-forward is the driver's; its order to drop ends it
         if not run.go_load:
             raise run.aborted or RefitAborted("the driver left the refit", phase="commit")
@@ -470,14 +483,16 @@ class RankSet:
                     phase="load",
                     advice="Send without direct=True.",
                 )
-            self._tables.fit(plan, tensors, self._device)
+            if not self._tables.fit(plan, tensors, tensors[0].device) and run.offer.verify:
+                raise EngineError(
+                    "the engine's tensors lie on several devices: no digest can be made of them",
+                    phase="load",
+                    advice="Send without direct=True, or with verify='off'.",
+                )
             return tensors, current_event(tensors)
 
-        job = yield from self._run_load(run, find)
-        if job.error is not None:
-            raise self._wrapped(job.error)
-        tensors, ready = job.result
-        yield Wait(lambda: (lane.pull is not None and ready()) or run.aborted is not None or run.dropped, run.deadline)
+        tensors, ready = yield from self._run_load(run, find)
+        yield Wait(lambda: (lane.pull is not None and ready()) or run.over, run.deadline)
         self._raise_if_over(run)
         pull = lane.pull
         if pull is None:
@@ -488,7 +503,7 @@ class RankSet:
         yield Wait(lambda: work.state is not State.PENDING)  # its target is ours: it must end before anything else
         run.seconds["load"] += time.monotonic() - start
         if work.state is State.ERROR:
-            raise self._wrapped(work.error or PeerLost("the read ended in error", lane=lane.id))
+            raise _load_error(work.error or PeerLost("the read ended in error", lane=lane.id))
         run.buckets, run.bytes = len(plan.buckets), plan.wire_bytes
         if run.offer.verify:
             yield from self._verify_pull(run, lane, plan, work.digest)
@@ -499,7 +514,7 @@ class RankSet:
         if have is None:
             job = yield from self._jobs.run("load", lambda: self._tables.digest(plan).value(), run.deadline)
             if job.error is not None:
-                raise self._wrapped(job.error)
+                raise _load_error(job.error)
             have = job.result
         yield Wait(lambda: lane.pull_digest is not None or run.aborted is not None, run.deadline)
         run.seconds["verify"] += time.monotonic() - start
@@ -516,23 +531,21 @@ class RankSet:
         count = 0
         while not self._all_taken():
             yield Wait(
-                lambda: (
-                    run.aborted is not None
-                    or run.dropped
-                    or any(lane.readable() for lane in self.lanes)
-                    or self._all_taken()
-                ),
-                run.deadline,
+                lambda: run.over or any(lane.readable() for lane in self.lanes) or self._all_taken(), run.deadline
             )
             self._raise_if_over(run)
             for i, lane in enumerate(self.lanes):
                 if lane.readable():
                     landed = lane.ready.popleft()
-                    lane.expect(landed)
                     start = time.perf_counter()
-                    copy = self._stage.put(count, landed)
+                    try:
+                        lane.expect(landed)
+                        copy = self._stage.put(count, landed)
+                        verify(copy, copy.memory, lane.id)
+                    except Exception:
+                        lane.release(landed)
+                        raise
                     count += 1
-                    verify(copy, copy.memory, lane.id)
                     run.seconds["verify"] += time.perf_counter() - start
                     copies[i].append(copy)
                     self._take(run, lane, landed)
@@ -597,29 +610,19 @@ class RankSet:
         for step in steps:
             if step is None:
                 start = time.monotonic()
-                yield Wait(
-                    lambda: (
-                        run.aborted is not None
-                        or run.dropped
-                        or feed.choose(self.lanes) is not None
-                        or self._all_taken()
-                    ),
-                    run.deadline,
-                )
+                yield Wait(lambda: run.over or feed.choose(self.lanes) is not None or self._all_taken(), run.deadline)
                 run.seconds["wait"] += time.monotonic() - start
                 self._raise_if_over(run)
                 continue
             try:
                 for lane, landed in step:
                     lane.expect(landed)
-                job = yield from self._run_load(run, partial(feed.load, step, check=in_place))
-                if job.error is not None:
-                    raise self._wrapped(job.error)
-            except WeightBusError:
+                used_up = yield from self._run_load(run, partial(feed.load, step, check=in_place))
+            except Exception:
                 for lane, landed in step:
                     lane.release(landed)
                 raise
-            for spent in job.result if in_place else ():
+            for spent in used_up if in_place else ():
                 self._release_later(spent, run)
             if in_place:
                 self._raise_if_over(run)
@@ -633,23 +636,14 @@ class RankSet:
         offered = None if plan is None else self._plans[plan.digest]
         return Feed(self.lanes, run, self._loader, self._config.names, offered, self._tables)
 
-    def _run_load(self, run: RankRun, call: Callable[[], Any]) -> Generator[Wait, bool, Job]:
-        job = yield from self._jobs.run("load", call, run.deadline, lambda: run.aborted is not None or run.dropped)
+    def _run_load(self, run: RankRun, call: Callable[[], Any]) -> Generator[Wait, bool, Any]:
+        """What `call` returns in the caller's thread; raises what it raises, as one of ours."""
+        job = yield from self._jobs.run("load", call, run.deadline, lambda: run.over)
         if run.aborted is not None and isinstance(job.error, TransferTimeout):
-            job.error = run.aborted  # nobody came because it was over
-        return job
-
-    @staticmethod
-    def _wrapped(error: BaseException) -> WeightBusError:
-        if isinstance(error, WeightBusError):
-            return error
-        wrapped = EngineError(
-            f"load raised {type(error).__name__}: {error}",
-            phase="load",
-            advice="The engine is marked; a full send heals it.",
-        )
-        wrapped.__cause__ = error
-        return wrapped
+            raise run.aborted  # nobody came because it was over
+        if job.error is not None:
+            raise _load_error(job.error)
+        return job.result
 
     def _release_later(self, spent: Spent, run: RankRun) -> None:
         """Free the slot once the device has read it, and its digest is right."""
@@ -714,7 +708,7 @@ class RankSet:
             if run.touched:
                 self.verified_refit = ""
             if not run.dropped and not (run.aborted is error and run.told):  # who ordered the drop reports
-                self._tell(m.RankFailed(refit=refit, error=m.WireError.of(error, f"{self.engine}/{self.ranks[0]}")))
+                self._tell(m.RankFailed(refit=refit, error=self._wire(error)))
             if run.touched:
                 yield from self._abort_loader(error)
         run.dropped = error is not None and not run.loaded
@@ -732,7 +726,7 @@ class RankSet:
             verified=run.verified and error is None,
             loaded=run.loaded,
             dropped=True,
-            error=None if error is None else m.WireError.of(error, f"{self.engine}/{self.ranks[0]}"),
+            error=None if error is None else self._wire(error),
         )
         self._tell_driver(state)
         self.run = None  # only now: an offer that comes while slots are being freed has to wait

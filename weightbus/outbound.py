@@ -337,12 +337,13 @@ class SendRun:
         for index in range(len(plan.buckets)):
             target = self._acquire(index)
             if target is None:
-                return
+                break
             start = time.perf_counter()
             pieces = self._tables.bucket(plan, index, target)
             packed = Packed(pieces.used_bytes, pieces.gather(digest=self._verify))
             self.seconds["pack"] += time.perf_counter() - start
             self._hand_over(index, packed, plan.digest, len(plan.buckets))
+        self.buckets = len(plan.buckets)  # also where nobody reads
 
     def _stream_each(self, plan: Plan, source: Source) -> None:
         placed = plan.placed
@@ -438,7 +439,6 @@ class SendRun:
     def _hand_over(
         self, bucket: int, packed: Packed, plan_digest: int, total: int, page: PageOut | None = None
     ) -> None:
-        self.buckets = bucket + 1
         self.bytes += packed.used_bytes
         slot = bucket % self._pool.count
         post = Post(bucket, slot, self._pool.regions[slot], packed.used_bytes, 0, plan_digest, total)

@@ -81,8 +81,6 @@ class MemberSide:
         self._driver_hub: Hub | None = None
         self._rank_links: dict[bytes, tuple[int, ...]] = {}
         self._unsaid: m.RankState | None = None
-        self._offered: m.OfferRanks | None = None
-        self._broken: RankRun | None = None
         self.name = f"{config.engine}/{'+'.join(map(str, config.serves)) if config.serves else 'driver'}"
         reactor.on_broken = self._ranks_broke
         if config.drives != "no":
@@ -213,7 +211,6 @@ class MemberSide:
             self._drives_now = message.driver_address == ""
             if message.driver_address:
                 self._reach_driver(message.driver_address)
-            self._offered = message
             ranks.offer(message)
         elif isinstance(message, m.JoinGroup):
             ranks.join_group(message)
@@ -225,19 +222,10 @@ class MemberSide:
             ranks.drained(message.refit, message.lane)
 
     def _ranks_broke(self, error: WeightBusError) -> None:
-        """The ranks' script raised what it does not handle (the driver's handles all): their refit ends by that name."""
-        ranks, offer = self.ranks, self._offered
-        if ranks is None or offer is None:
-            return
-        run = ranks.run
-        if run is not None and run is not self._broken:
-            self._broken = run
-            self._reactor.start(ranks._leave(run, error))
-            return
-        if run is None:  # it had not answered yet
-            self._tell(m.RanksAnswer(refit=offer.refit, error=m.WireError.of(error, self.name)))
-        ranks.run = None
-        self._rank_end(run or RankRun(offer, Deadline.after(0)), error)
+        """To leave a refit raised, which scripts do not handle: it is over all the same."""
+        if self.ranks is not None and self.ranks.run is not None:
+            run, self.ranks.run = self.ranks.run, None
+            self._rank_end(run, error)
 
     # ---- driver and ranks
 

@@ -6,11 +6,11 @@ One table per bucket says what lies where; it is made once and serves while plan
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from weightbus import host
+from weightbus import gpu, host
 from weightbus.plan import Plan
 
 
@@ -46,7 +46,7 @@ class Tables:
         self._device: torch.device | None = None
         self._addresses: list[int] = []
         self._pieces: dict[int, tuple[int, Pieces]] = {}  # by bucket, with the slot's address
-        self._digest: Any = None
+        self._digest: gpu.PieceDigest | None = None
 
     def fit(self, plan: Plan, tensors: Sequence[torch.Tensor], device: torch.device) -> bool:
         """Be the tables of these tensors; False when some of them lie on another device than the buckets.
@@ -86,17 +86,12 @@ class Tables:
         pieces = [(s.offset, self._addresses[s.tensor], s.nbytes) for s in plan.buckets[0].segments]
         if self._device is None or self._device.type == "cpu":
             return host.PieceDigest(pieces)
-        from weightbus import gpu  # CuPy, only where there is CUDA memory
-
         if self._digest is None:
             self._digest = gpu.PieceDigest(pieces, self._device)
-        started: Pending = self._digest.start()
-        return started
+        return self._digest.start()
 
 
 def _table(memory: torch.Tensor, pieces: Sequence[tuple[int, int, int]]) -> Pieces:
     if memory.device.type == "cpu":
         return host.Pieces(memory, pieces)
-    from weightbus import gpu  # CuPy, only where there are CUDA buckets
-
     return gpu.Pieces.of(memory, pieces)

@@ -10,8 +10,8 @@ from typing import Any
 import attrs
 import torch
 
+from weightbus import gpu
 from weightbus.backend import Backend, Endpoint, EndpointSpec, GroupSpec
-from weightbus.bucket import warm_up
 from weightbus.buffers import SlotPool
 from weightbus.control import messages as m
 from weightbus.deadline import Deadline
@@ -126,13 +126,12 @@ class SenderSide:
         self._connecting = False
         self._plan: tuple[int, Plan | None] = (0, None)
         self._tables = Tables()
-        self._plan_wire: m.PlanWire | None = None
         self._remembered: Manifest | None = None
         self._told: int | None = None
         self._cache = SourceCache()
         self._groups = 0
         if config.device.type == "cuda":  # kernels and buckets at set-up: the first refit does not pay for them
-            warm_up(config.device)
+            gpu.warm_up(config.device)
             if not config.direct:
                 self._pool.ensure(config.bucket_bytes // 16 * 16)
         reactor.add(self)

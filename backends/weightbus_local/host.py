@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from weightbus.config import process_stat
 from weightbus.errors import PeerLost, RemoteProtocolError, TransportError
 
 _MADV_HUGEPAGE, _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 14, 22, 23
@@ -36,11 +37,8 @@ def network_namespace() -> int:
 
 def start_time(pid: int) -> int:
     """When process `pid` was started, in clock ticks after boot; 0 if it has ended. Tells a reused pid."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return 0 if fields[0] in "ZX" else int(fields[19])  # a zombie has let go of its memory
-    except (OSError, IndexError):
-        return 0
+    fields = process_stat(pid)
+    return 0 if not fields or fields[0] in "ZX" else int(fields[19])  # a zombie has let go of its memory
 
 
 def process_space() -> str:

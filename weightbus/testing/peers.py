@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from weightbus.config import process_stat
 from weightbus.deadline import Deadline
 from weightbus.errors import WeightBusError
 
@@ -210,7 +211,7 @@ class Peer:
     def stop(self) -> None:
         """SIGSTOP, and wait until it stands."""
         os.kill(self.pid, signal.SIGSTOP)
-        while self.alive and Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] not in "Tt":
+        while self.alive and process_stat(self.pid)[0] not in "Tt":
             time.sleep(0.001)
 
     def cont(self) -> None:
