@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from tests.engines.figures import Row, medians, show
 from tests.engines.sglang.server import HERE, RealServer, Receiver, Traffic
 from tests.sglang_side import Side, soon
 from weightbus import WeightBus
@@ -31,7 +31,6 @@ KIND = "llama_64mib"
 TP = 2
 HAND_OFFS = {"one copy": 1, "per rank": TP}  # wire copies for the server's ranks
 Weights = dict[str, torch.Tensor]
-Row = dict[str, float]
 
 
 def batches(weights: Weights, bucket_bytes: int) -> list[Weights]:
@@ -67,10 +66,6 @@ def bare(server: RealServer, weights: list[Weights], bucket_bytes: int, rounds: 
     return medians(seconds)
 
 
-def medians(seconds: list[Row]) -> Row:
-    return {name: statistics.median(s.get(name, 0.0) for s in seconds[1:]) for name in seconds[-1]}
-
-
 def spread(weights: Weights, seconds: float) -> Iterator[tuple[str, torch.Tensor]]:
     """A source that takes `seconds` to yield all."""
     for item in weights.items():
@@ -102,14 +97,6 @@ def through_bus(
         receiver.said()
         receiver.close()
     return {**medians(seconds), "answered": sum(start < at < end for at, _ in traffic.answers)}
-
-
-def show(rows: dict[str, Row]) -> None:
-    names = list(dict.fromkeys(name for row in rows.values() for name in row))
-    print(f"{'seconds':<26}" + "".join(f"{name:>10}" for name in names))
-    for title, row in rows.items():
-        cells = (f"{row[name]:>10.3f}" if name in row else f"{'':>10}" for name in names)
-        print(f"{title:<26}" + "".join(cells), flush=True)
 
 
 def main() -> None:

@@ -8,13 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    TORCHDYNAMO_DISABLE="1",
-    HF_HUB_OFFLINE="1",
-    VLLM_NO_USAGE_STATS="1",
-    VLLM_LOGGING_LEVEL="WARNING",
-)
+from tests.engines.vllm.environment import ENVIRONMENT
+
+os.environ.update(ENVIRONMENT)
 
 from tests.engines.vllm import rig
 from weightbus import WeightBus

@@ -9,19 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines.vllm.environment import ENVIRONMENT
+
 HERE = Path(__file__).parent
 AVAILABLE = importlib.util.find_spec("vllm") is not None
 
 if AVAILABLE:
     sys.path.insert(0, str(HERE))  # tiny, rig and fileengine, here and in every engine process
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
-    os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine lives in this process unless a test says otherwise
-        TORCHDYNAMO_DISABLE="1",  # else 26 s of compilation at the first generate
-        HF_HUB_OFFLINE="1",
-        VLLM_NO_USAGE_STATS="1",
-        VLLM_LOGGING_LEVEL="WARNING",
-    )
+    os.environ.update(ENVIRONMENT)
 else:
     collect_ignore_glob = ["test_*.py"]
 

@@ -19,22 +19,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    TORCHDYNAMO_DISABLE="1",
-    HF_HUB_OFFLINE="1",
-    VLLM_NO_USAGE_STATS="1",
-    VLLM_LOGGING_LEVEL="ERROR",
-)
+from tests.engines.vllm.environment import ENVIRONMENT
+
+os.environ.update(ENVIRONMENT, VLLM_LOGGING_LEVEL="ERROR")
 
 import httpx
 import rig
 import serving
 import tiny
 
+from tests.engines.figures import Row, medians, show
+
 ROUNDS = 9
 HOLD_S = 4.0
-Row = dict[str, float]
 
 
 def bare(llm: Any, path: Path) -> Row:
@@ -64,7 +61,7 @@ def refits(trainer: rig.Trainer, driver: Any, path: Path) -> Row:
         driver.drive(timeout=120)
         answer = trainer.said()
         seconds.append({"total": answer["total_s"], **answer["seconds"]})
-    return {phase: statistics.median(s.get(phase, 0.0) for s in seconds[1:]) for phase in seconds[-1]}
+    return medians(seconds)
 
 
 def in_process(llm: Any, path: Path, backend: str, stage: str | None) -> Row:
@@ -110,14 +107,6 @@ def answered(server: serving.Server) -> Any:
     finally:
         stop.set()
         thread.join(120)
-
-
-def show(rows: dict[str, Row]) -> None:
-    names = list(dict.fromkeys(name for row in rows.values() for name in row))
-    print(f"{'seconds':<28}" + "".join(f"{name:>10}" for name in names))
-    for title, row in rows.items():
-        cells = (f"{row[name]:>10.3f}" if name in row else f"{'':>10}" for name in names)
-        print(f"{title:<28}" + "".join(cells), flush=True)
 
 
 def main() -> None:
