@@ -51,6 +51,7 @@ class Rig:
         self.driver = Driver(
             self.reactor, "e0", world, make or self.fake.driver, self.jobs, self._tell,
             lambda order: self.orders.append(order.order), lambda report, run: self.ends.append(report),
+            beside=True,
         )  # fmt: skip
         self.driver.held = held
 

@@ -311,7 +311,7 @@ class WeightBus:
 
         link = Link(reactor, config.address, config.token, identity.encode(), handle, up, lambda: side.lost())
         side = SenderSide(reactor, backend, config, link.send, link.send, events, refused)
-        reactor.add(link)
+        reactor.add(link, first=True)
         self._sender, self._address = side, config.address
 
         def leave() -> None:

@@ -19,7 +19,7 @@ from weightbus.align import Aligner
 from weightbus.bucket import view_of
 from weightbus.control import messages as m
 from weightbus.deadline import Deadline
-from weightbus.errors import RemoteProtocolError, WeightBusError
+from weightbus.errors import RefitAborted, RemoteProtocolError, WeightBusError
 from weightbus.lane import InboundLane, Landed, compare, verify
 from weightbus.manifest import Manifest, TensorSpec
 from weightbus.names import NameRule, rename
@@ -164,6 +164,7 @@ class Feed:
         self._paged = {lane.rank: PagedUnpacker() for lane in lanes}
         self._tables, self._offered = tables, offered
         self._resident: bool | None = None
+        self._broken = False
         for lane in lanes:
             if lane.unpacker is not None:
                 lane.unpacker.reset()
@@ -180,13 +181,28 @@ class Feed:
         return None if lane is None else [lane]
 
     def load(self, step: Step, *, check: bool) -> list[Spent]:
-        """Verify (where `check`) and load one step; the buckets that are used up by it."""
-        start = time.perf_counter()
+        """Verify (where `check`) and load one step; the buckets that are used up by it. After an error, no other."""
+        if self._broken:
+            raise RefitAborted("the load before this one failed", phase="load")
+        self._broken = True
+        for lane, landed in step:
+            lane.expect(landed)
         self.prepare(step[0][1].memory.device)
-        if self._resident:
-            spent = [self._write(lane, landed, check) for lane, landed in step]
-            self._run.seconds["load"] += time.perf_counter() - start
-            return spent
+        used_up = self._write(step, check) if self._resident else self._hand_on(step, check)
+        self._broken = False
+        return used_up
+
+    def prepare(self, device: torch.device) -> None:
+        """Find out whether buckets on `device` are written to the engine's memory by core itself."""
+        if self._resident is None:
+            self._resident = False
+            if len(self._lanes) == 1 and self._offered is not None:
+                tensors = self._loader.resident(self._offered.manifest)
+                self._resident = tensors is not None and self._tables.fit(self._offered.plan, tensors, device)
+
+    def _hand_on(self, step: Step, check: bool) -> list[Spent]:
+        """Views of what was verified go to the loader."""
+        start = time.perf_counter()
         if check:
             for lane, landed in step:
                 verify(landed, landed.memory, lane.id)
@@ -197,16 +213,10 @@ class Feed:
         ready = current_event([landed.memory for _, landed in step])
         return [Spent(lane, landed, ready, _nothing) for lane, landed in used_up]
 
-    def prepare(self, device: torch.device) -> None:
-        """Find out whether buckets on `device` are written to the engine's memory by core itself."""
-        if self._resident is None:
-            self._resident = False
-            if len(self._lanes) == 1 and self._offered is not None:
-                tensors = self._loader.resident(self._offered.manifest)
-                self._resident = tensors is not None and self._tables.fit(self._offered.plan, tensors, device)
-
-    def _write(self, lane: InboundLane, landed: Landed, check: bool) -> Spent:
+    def _write(self, step: Step, check: bool) -> list[Spent]:
         """Write a bucket to where it belongs and digest it in the same pass."""
+        start = time.perf_counter()
+        ((lane, landed),) = step
         offered = self._offered
         if offered is None:
             raise RemoteProtocolError("only planned buckets are written", lane=lane.id)
@@ -218,7 +228,8 @@ class Feed:
         pending = self._tables.bucket(offered.plan, landed.index, landed.memory).scatter(digest=digest)
         self._run.applied.update(offered.names[landed.index])
         wrong = (lambda: compare(landed, pending.value(), lane.id)) if digest else _nothing
-        return Spent(lane, landed, pending.ready, wrong)
+        self._run.seconds["load"] += time.perf_counter() - start
+        return [Spent(lane, landed, pending.ready, wrong)]
 
     def _plain(self, step: Step) -> Step:
         self._call([lane.unpacker.batch(x.index, x.memory) for lane, x in step if lane.unpacker is not None])

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ from weightbus.errors import (
     named,
 )
 from weightbus.feed import Feed, Offered, RankRun, Spent, Step, current_event
-from weightbus.jobs import Jobs
+from weightbus.jobs import Job, Jobs
 from weightbus.lane import InboundConfig, InboundLane, Landed, Stage, verify
 from weightbus.manifest import Manifest
 from weightbus.names import rename
@@ -185,7 +185,8 @@ class RankSet:
     def order(self, order: m.RankOrder) -> None:
         """The driver's word."""
         run = self.run
-        if order.order == "state":
+        stranger = self.last is None or self.last.offer.refit != order.refit  # refused, or never offered here
+        if order.order == "state" or (order.order == "drop" and stranger):
             self._say(run, order.refit)
         elif run is not None and run.offer.refit == order.refit:
             if order.order == "load":
@@ -216,7 +217,7 @@ class RankSet:
 
     # ---- the bus thread's turn
 
-    def tick(self) -> bool:
+    def tick(self, fired: Collection[Any]) -> bool:
         moved = False
         for lane in self.lanes:
             try:
@@ -607,28 +608,49 @@ class RankSet:
             yield [(lane, rows[lane][at[lane] - 1])]
 
     def _load_stream(self, run: RankRun, feed: Feed, steps: Iterator[Step | None], *, in_place: bool) -> Script:
-        for step in steps:
-            if step is None:
-                start = time.monotonic()
-                yield Wait(lambda: run.over or feed.choose(self.lanes) is not None or self._all_taken(), run.deadline)
-                run.seconds["wait"] += time.monotonic() - start
-                self._raise_if_over(run)
-                continue
-            try:
-                for lane, landed in step:
-                    lane.expect(landed)
-                used_up = yield from self._run_load(run, partial(feed.load, step, check=in_place))
-            except Exception:
-                for lane, landed in step:
-                    lane.release(landed)
-                raise
-            for spent in used_up if in_place else ():
-                self._release_later(spent, run)
-            if in_place:
-                self._raise_if_over(run)
+        """One load call after another. The next is queued while one runs: who loads need not wait for this thread."""
+        queued: deque[tuple[Step, Job]] = deque()
+        room = 2 if feed.planned else 1  # what aligned streams load next depends on the load before
+
+        def landed() -> bool:
+            return len(queued) < room and feed.choose(self.lanes) is not None
+
+        try:
+            while (step := next(steps, []) if len(queued) < room else None) != [] or queued:
+                if step:
+                    queued.append((step, self._jobs.put("load", partial(feed.load, step, check=in_place))))
+                elif queued:
+                    yield from self._loaded(run, queued, landed, in_place=in_place)
+                else:
+                    start = time.monotonic()
+                    yield Wait(lambda: run.over or landed() or self._all_taken(), run.deadline)
+                    run.seconds["wait"] += time.monotonic() - start
+                    self._raise_if_over(run)
+        except Exception:
+            for step, job in queued:
+                yield from self._jobs.settle(job)
+                for lane, each in step:
+                    lane.release(each)
+            raise
         feed.close()
         yield Wait(lambda: not self._releasing or run.aborted is not None, run.deadline)
         if in_place:
+            self._raise_if_over(run)
+
+    def _loaded(
+        self, run: RankRun, queued: deque[tuple[Step, Job]], landed: Callable[[], bool], *, in_place: bool
+    ) -> Script:
+        """Until the first of `queued` has ended, or the next step may be queued too."""
+        job = queued[0][1]
+        yield Wait(lambda: job.done or (run.over and not job.started) or landed(), run.deadline)
+        if not (job.done or run.over or run.deadline.expired):
+            return
+        yield from self._jobs.settle(job)
+        used_up = self._result(run, job)
+        queued.popleft()
+        if in_place:
+            for spent in used_up:
+                self._release_later(spent, run)
             self._raise_if_over(run)
 
     def _feed(self, run: RankRun) -> Feed:
@@ -639,6 +661,9 @@ class RankSet:
     def _run_load(self, run: RankRun, call: Callable[[], Any]) -> Generator[Wait, bool, Any]:
         """What `call` returns in the caller's thread; raises what it raises, as one of ours."""
         job = yield from self._jobs.run("load", call, run.deadline, lambda: run.over)
+        return self._result(run, job)
+
+    def _result(self, run: RankRun, job: Job) -> Any:
         if run.aborted is not None and isinstance(job.error, TransferTimeout):
             raise run.aborted  # nobody came because it was over
         if job.error is not None:

@@ -73,15 +73,19 @@ class Jobs:
         """
         job = self.put(kind, call)
         yield Wait(lambda: job.done or (not job.started and give_up()), deadline)
+        yield from self.settle(job)
+        return job
+
+    def settle(self, job: Job) -> Generator[Wait, bool, None]:
+        """Script step: end `job` where nobody has taken it; else wait for its end."""
         if not job.done and self._withdraw(job):
             job.error = TransferTimeout(
-                f"nobody came to run {kind!r}",
-                phase=kind,
+                f"nobody came to run {job.kind!r}",
+                phase=job.kind,
                 advice="Call recv() (or drive()) in a loop; without stage it must be waiting when an update comes.",
             )
         elif not job.done:
             yield Wait(lambda: job.done)
-        return job
 
     def _withdraw(self, job: Job) -> bool:
         with self._lock:

@@ -188,15 +188,7 @@ class InboundLane:
         return True
 
     def expect(self, landed: Landed) -> None:
-        """Layout must be the one agreed; else the bucket is released and RemoteProtocolError raised, before a byte is
-        used."""
-        try:
-            self._compare(landed)
-        except WeightBusError:
-            self.release(landed)
-            raise
-
-    def _compare(self, landed: Landed) -> None:
+        """Raises RemoteProtocolError when the layout is not the one agreed, before a byte is used."""
         index, digest = landed.index, landed.header.plan_digest
         if self.plan is not None:
             buckets = self.plan.buckets

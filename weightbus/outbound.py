@@ -204,7 +204,9 @@ class Outbound:
                 for lane in self.lanes:
                     self._ahead(lane, slot, post.nbytes, header)
             self.link.channel.operation_timeout_s = max(0.001, self._deadline.remaining_s(MAX_OPERATION_S))
-            self.works[post.bucket] = self.link.channel.post_send(post.region, post.nbytes, header, slot)
+            work = self.link.channel.post_send(post.region, post.nbytes, header, slot)
+            if work.state is not State.DONE:
+                self.works[post.bucket] = work
             self.posted = post.bucket + 1
         except WeightBusError as exc:
             self._fail(exc, post.bucket)
@@ -240,6 +242,22 @@ class PageOut:
     first_tensor: int
     specs: tuple[TensorSpec, ...]
     segments: tuple[Segment, ...]
+
+
+def pack_resident(tables: Tables, plan: Plan, index: int, target: torch.Tensor, verify: bool) -> Packed:
+    """Fill bucket `index` in `target` from the tensors that `tables` fit."""
+    pieces = tables.bucket(plan, index, target)
+    return Packed(pieces.used_bytes, pieces.gather(digest=verify))
+
+
+@attrs.frozen(eq=False)
+class Early:
+    """The first bucket, packed while the offer was being answered, from the tensors that `Tables.fit` has seen last."""
+
+    plan: Plan
+    region: Region
+    packed: Packed
+    seconds: float
 
 
 class SendRun:
@@ -282,10 +300,11 @@ class SendRun:
         self._waiting: deque[tuple[Post, Pending, PageOut | None]] = deque()
         self._enqueued = 0
         self._free_state: tuple[int, frozenset[int]] = (0, frozenset())  # published whole by the bus thread
+        self.changed = False  # a message came in since the last tick
 
     # ---- the caller's thread
 
-    def stream(self, source: Source) -> None:
+    def stream(self, source: Source, early: Early | None = None) -> None:
         """Pack everything; returns when the last bucket is handed over, or the refit has ended and the source is empty.
 
         Raises:
@@ -293,7 +312,7 @@ class SendRun:
         """
         try:
             if self.plan is not None:
-                self._stream_plan(self.plan, source)
+                self._stream_plan(self.plan, source, early)
             else:
                 self._stream_paged(source)
         except WeightBusError as exc:
@@ -321,26 +340,31 @@ class SendRun:
                 self.seconds["export"] += time.perf_counter() - start
             yield tensor
 
-    def _stream_plan(self, plan: Plan, source: Source) -> None:
+    def _stream_plan(self, plan: Plan, source: Source, early: Early | None) -> None:
+        if early is not None and early.plan is plan and early.region is self._pool.regions[0]:
+            self._stream_resident(plan, early)
+            return
         device = self._pool.regions[0].tensor.device
         start = time.perf_counter()
         tensors = source.resident(plan.manifest)
         resident = tensors is not None and self._tables.fit(plan, tensors, device)
         self.seconds["export"] += time.perf_counter() - start
         if resident:
-            self._stream_resident(plan)
+            self._stream_resident(plan, None)
         else:
             self._stream_each(plan, source)
 
-    def _stream_resident(self, plan: Plan) -> None:
+    def _stream_resident(self, plan: Plan, early: Early | None) -> None:
         """One call a bucket: what lies where is known."""
         for index in range(len(plan.buckets)):
             target = self._acquire(index)
             if target is None:
                 break
             start = time.perf_counter()
-            pieces = self._tables.bucket(plan, index, target)
-            packed = Packed(pieces.used_bytes, pieces.gather(digest=self._verify))
+            if index == 0 and early is not None:
+                packed, start = early.packed, start - early.seconds
+            else:
+                packed = pack_resident(self._tables, plan, index, target, self._verify)
             self.seconds["pack"] += time.perf_counter() - start
             self._hand_over(index, packed, plan.digest, len(plan.buckets))
         self.buckets = len(plan.buckets)  # also where nobody reads
@@ -447,8 +471,13 @@ class SendRun:
 
     # ---- the bus thread
 
+    def credit(self, lane: str, bucket: int) -> None:
+        self.changed = True
+        for outbound in self.outbounds:
+            outbound.credit(lane, bucket)
+
     def tick(self) -> bool:
-        moved = False
+        moved, self.changed = self.changed, False
         while self.go and self._waiting and self._waiting[0][1].ready():
             post, pending, page = self._waiting.popleft()
             post.digest = pending.value()
@@ -460,15 +489,14 @@ class SendRun:
             moved = True
         for outbound in self.outbounds:
             moved |= outbound.tick()
-        self._publish()
+        if moved:
+            self._publish()
         return moved
 
     def _publish(self) -> None:
         buckets = [slot.bucket for slot in self._slots if slot.bucket >= 0]
         busy = frozenset(b for b in buckets if any(o.busy(b) for o in self.outbounds))
-        if (self._enqueued, busy) != self._free_state:
-            self._free_state = (self._enqueued, busy)
-            self._reactor.notify()
+        self._free_state = (self._enqueued, busy)
 
     def drop(self, lanes: Sequence[str]) -> None:
         """These readers are out; `settle` follows, so that the others go on."""
@@ -485,7 +513,7 @@ class SendRun:
 
     @property
     def polling(self) -> bool:
-        return (self.go and bool(self._waiting)) or any(o.works for o in self.outbounds)
+        return self.changed or (self.go and bool(self._waiting)) or any(o.works for o in self.outbounds)
 
     def end(self) -> None:
         """The refit is over: nothing more is posted, the caller only drains."""

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from typing import Any, Protocol
 
 import attrs
@@ -45,12 +45,16 @@ Script = Generator[Wait, bool, None]
 class Service(Protocol):
     """Something the thread looks after."""
 
-    def tick(self) -> bool:
-        """Do what can be done now; True if anything happened. Never blocks."""
+    def tick(self, fired: Collection[Any]) -> bool:
+        """Do what can be done now; True if anything happened. Never blocks.
+
+        Args:
+            fired: the sources, of all services, that are ready.
+        """
 
     @property
     def polling(self) -> bool:
-        """True while something must be asked again soon and no descriptor will tell."""
+        """True while there is something to do, or to ask again soon, that no source will tell of."""
 
     def sources(self) -> list[Any]:
         """ZeroMQ sockets and file descriptors that wake the thread."""
@@ -179,8 +183,9 @@ class Reactor:
 
     # ---- the thread
 
-    def add(self, service: Service) -> None:
-        self._services.append(service)
+    def add(self, service: Service, *, first: bool = False) -> None:
+        """Look after `service`. `first`: it brings messages, so that the others act on them in the same pass."""
+        self._services.insert(0 if first else len(self._services), service)
 
     def remove(self, service: Service) -> None:
         if service in self._services:
@@ -221,40 +226,41 @@ class Reactor:
             return lambda: script.throw(raised)  # to the script that asked
         return (lambda: script.send(answer)) if answer or wait.deadline.expired else None
 
-    def _pass(self) -> bool:
-        moved = False
+    def _pass(self, fired: Collection[Any]) -> tuple[bool, bool]:
+        """One turn of everything: whether anything happened, and whether services may have to act on it."""
+        moved = bool(self._calls)
         while self._calls:
             self._calls.popleft()()
-            moved = True
-        for service in list(self._services):
-            moved |= service.tick()
-        return self._step_scripts() or moved
+        for service in tuple(self._services):
+            moved |= service.tick(fired)
+        stepped = self._step_scripts()
+        return moved or stepped, stepped
 
     def _run(self) -> None:
         poller = zmq.Poller()
         watched: list[Any] = []
         last_s = 0.0
+        again = False
         try:
             while not self._stop:
-                moved = self._pass()
-                if moved:
-                    self.notify()
                 sources = [self._wake, *(s for service in self._services for s in service.sources())]
                 if sources != watched:
                     poller, watched = zmq.Poller(), sources
                     for source in sources:
                         poller.register(source, zmq.POLLIN)
                 polling = any(service.polling for service in self._services)
-                if moved or self._calls:
-                    last_s = time.monotonic()
-                    continue
                 # a caller that packs or loads wants the interpreter for itself
                 awake = bool(self._waiters) and time.monotonic() - last_s < self._spin_s
-                events = poller.poll(0 if polling or awake else IDLE_POLL_MS)
-                if any(source == self._wake for source, _ in events):
+                events = poller.poll(0 if again or polling or awake else IDLE_POLL_MS)
+                fired = {source for source, _ in events}
+                if self._wake in fired:
                     os.eventfd_read(self._wake)
-                elif polling and not events and not awake:
+                elif polling and not (fired or awake or again):
                     time.sleep(BUSY_SLEEP_S)
+                moved, again = self._pass(fired)
+                if moved:
+                    last_s = time.monotonic()
+                    self.notify()
         except BaseException as exc:
             if not self._stop:
                 self.failure = exc

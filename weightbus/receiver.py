@@ -96,7 +96,7 @@ class MemberSide:
             self._on_up,
             self._on_down,
         )
-        reactor.add(self._link)
+        reactor.add(self._link, first=True)
 
     def _make_driver(self, adapter: Adapter) -> None:
         config = self._config
@@ -109,12 +109,13 @@ class MemberSide:
             self._tell,
             self._order,
             self._driver_end,
+            beside=len(config.serves) == config.world,
         )
         if len(config.serves) < config.world:
             host = config.bind_host or local_host_towards(config.address)
             bind = f"tcp://{f'[{host}]' if ':' in host else host}:0"
             self._driver_hub = Hub(self._reactor, bind, config.token, self._on_rank_message, self._on_rank_lost)
-            self._reactor.add(self._driver_hub)
+            self._reactor.add(self._driver_hub, first=True)
 
     def _make_ranks(self, adapter: Adapter) -> None:
         config = self._config
@@ -265,7 +266,7 @@ class MemberSide:
             self._on_driver_up,
             self._on_driver_down,
         )
-        self._reactor.add(self._driver_link)
+        self._reactor.add(self._driver_link, first=True)
 
     def _on_driver_up(self) -> None:
         if self._driver_link is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from weightbus.adapter import EngineDriver, Outcome, Refit
+from weightbus.adapter import EngineDriver, Outcome, Refit, StepFreeDriver
 from weightbus.control import messages as m
 from weightbus.deadline import Deadline
 from weightbus.errors import EngineError, PeerLost, RefitAborted, TransferTimeout, VersionError, WeightBusError, named
@@ -74,6 +74,7 @@ class Driver:
         tell: sends a message to the coordinator; False when it is not there.
         order: sends a RankOrder to every rank process, this one included.
         on_end: the refit is over for this process, with its report.
+        beside: all ranks live in this process.
     """
 
     def __init__(
@@ -86,11 +87,13 @@ class Driver:
         tell: Callable[[object], bool],
         order: Callable[[m.RankOrder], None],
         on_end: Callable[[m.Report, DriverRun | None], None],
+        *,
+        beside: bool,
     ) -> None:
         self.held = Held()
         self.run: DriverRun | None = None
         self.engine, self.world = engine, world
-        self._reactor, self._make, self._jobs = reactor, driver, jobs
+        self._reactor, self._make, self._jobs, self._beside = reactor, driver, jobs, beside
         self._made: EngineDriver | None = None
         self._tell, self._order, self._on_end = tell, order, on_end
         self._next: m.OfferDriver | None = None
@@ -300,8 +303,9 @@ class Driver:
         return (yield from self._finish(offer.refit, offer.run_id, offer.version, deadline, run))
 
     def _in_place_refit(self, run: DriverRun) -> Generator[Wait, bool, WeightBusError | None]:
-        yield Wait(lambda: run.begin or self._out(run), run.deadline)
-        if not run.begin or self._out(run):
+        begins = self._nothing_to_begin()  # at once: one round trip less, and nothing that a refusal would have to undo
+        yield Wait(lambda: begins or run.begin or self._out(run), run.deadline)
+        if not (begins or run.begin) or self._out(run):
             return self._why(run)
         error = yield from self._begin(run, run.deadline)
         if error is not None:
@@ -315,6 +319,12 @@ class Driver:
             deadline = Deadline.after(run.commit.finish_timeout_s)
             return (yield from self._finish(run.offer.refit, run.offer.run_id, run.offer.version, deadline, run))
         return (yield from self._settle(run))
+
+    def _nothing_to_begin(self) -> bool:
+        try:
+            return self._beside and isinstance(self._driver, StepFreeDriver)
+        except Exception:  # the adapter cannot make its driver: said when it is to begin
+            return False
 
     def _settle(self, run: DriverRun) -> Generator[Wait, bool, WeightBusError | None]:
         """Begun, in place, and no COMMIT: HELD if verified everywhere and only the coordinator is lost; undone if no byte

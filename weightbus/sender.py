@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -29,7 +29,7 @@ from weightbus.errors import (
 )
 from weightbus.feed import current_event
 from weightbus.manifest import Manifest
-from weightbus.outbound import Channels, Outbound, PageOut, SendRun
+from weightbus.outbound import Channels, Early, Outbound, PageOut, SendRun, pack_resident
 from weightbus.plan import Plan
 from weightbus.reactor import REPORT_IT, Reactor, Script, Wait, log
 from weightbus.report import Event, EventHandler, RefitReport
@@ -87,6 +87,7 @@ class _Send:
     lost: WeightBusError | None = None
     unready: WeightBusError | None = None
     live: _Live | None = None
+    early: Early | None = None
 
     @property
     def over(self) -> bool:
@@ -124,6 +125,7 @@ class SenderSide:
         self._quiet: dict[str, str] = {}
         self._send: _Send | None = None
         self._connecting = False
+        self._in_order = False  # the last send ended so that nobody reads its slots any more
         self._plan: tuple[int, Plan | None] = (0, None)
         self._tables = Tables()
         self._remembered: Manifest | None = None
@@ -171,7 +173,10 @@ class SenderSide:
 
         self._reactor.call(offer)
         try:
-            call.live = self._expose_early(opened, deadline)
+            if self._config.direct:
+                call.live = self._expose_early(opened, deadline)
+            else:
+                call.early = self._pack_early(opened)
             self._reactor.wait(lambda: call.run is not None or call.over or self._refused() is not None, deadline)
             refused = self._refused()
             if refused is not None:
@@ -240,7 +245,7 @@ class SenderSide:
             if self._config.direct:
                 self._expose(call, run, opened)
             else:
-                run.stream(opened)
+                run.stream(opened, call.early)
         except Exception as exc:
             error = named(exc, RefitAborted, "send", phase="export", advice=REPORT_IT)
             if isinstance(error, SourceError):
@@ -298,20 +303,37 @@ class SenderSide:
         return _Live(plan, tensors, ready, digest, remote)
 
     def _expose_early(self, opened: Source | None, deadline: Deadline) -> _Live | None:
-        """While the offer is being answered: it is likely that the last plan holds."""
+        """While the offer is being answered."""
+        found = self._likely(opened)
+        try:
+            return None if found is None else self._live(*found, deadline)
+        except WeightBusError as exc:
+            log.debug("will be tried again, with the plan: %s", exc)
+            return None
+
+    def _pack_early(self, opened: Source | None) -> Early | None:
+        """The first bucket, while the offer is being answered; not where a reader of the last refit may be late."""
+        if not self._in_order or not self._pool.regions:
+            return None
+        start = time.perf_counter()
+        found = self._likely(opened)
+        if found is None:
+            return None
+        plan, region = found[0], self._pool.regions[0]
+        packed = pack_resident(self._tables, plan, 0, region.tensor, self._config.verify)
+        return Early(plan, region, packed, time.perf_counter() - start)
+
+    def _likely(self, opened: Source | None) -> tuple[Plan, list[torch.Tensor]] | None:
+        """The last plan, which is likely to hold again, and the tensors where they lie."""
         plan = self._plan[1]
-        if not self._config.direct or plan is None or opened is None or opened.manifest is None:
+        if plan is None or opened is None or opened.manifest is None:
             return None
         if plan.manifest.digest() != opened.manifest.digest():
             return None
         tensors = opened.resident(plan.manifest)
         if tensors is None or not self._tables.fit(plan, tensors, self._config.device):
             return None
-        try:
-            return self._live(plan, tensors, deadline)
-        except WeightBusError as exc:
-            log.debug("will be tried again, with the plan: %s", exc)
-            return None
+        return plan, tensors
 
     def _live_tensors(self, plan: Plan, opened: Source) -> list[torch.Tensor]:
         tensors = opened.resident(plan.manifest)
@@ -407,6 +429,8 @@ class SenderSide:
         if isinstance(message, m.Quiet):
             for lane in message.lanes:
                 self._quiet[lane] = message.refit
+            if call is not None and call.run is not None:
+                call.run.changed = True
             return
         if call is None or call.over:
             return
@@ -426,10 +450,9 @@ class SenderSide:
 
     def _handle_run(self, call: _Send, run: SendRun, message: Any) -> None:
         if isinstance(message, m.Go):
-            run.go = True
+            run.go = run.changed = True
         elif isinstance(message, m.Credit):
-            for outbound in run.outbounds:
-                outbound.credit(message.lane, message.bucket)
+            run.credit(message.lane, message.bucket)
             self._emit("bucket", run, message.bucket + 1)
         elif isinstance(message, m.Pace):
             run.pace = message.buckets
@@ -641,7 +664,7 @@ class SenderSide:
 
     # ---- the bus thread's turn
 
-    def tick(self) -> bool:
+    def tick(self, fired: Collection[Any]) -> bool:
         moved = False
         if not self._connecting:
             moved |= self.endpoint.progress()
@@ -687,6 +710,7 @@ class SenderSide:
         run = call.run if call is not None else None
         if run is not None:
             complete = call is not None and call.done is not None and call.done.error is None
+            self._in_order = complete and (bool(run.outbounds) or self._in_order)
             run.end()
             if not complete:
                 self._draining.extend(run.outbounds)

@@ -75,6 +75,7 @@ class Poller:
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._ready: dict[int, Callable[[], None]] = {}
+        self._writing: set[int] = set()
 
     def fileno(self) -> int:
         return self._epoll.fileno()
@@ -86,11 +87,13 @@ class Poller:
         self._ready[fd] = ready
 
     def want_write(self, fd: int, wanted: bool) -> None:
-        if fd in self._ready:
+        if fd in self._ready and wanted != (fd in self._writing):
+            (self._writing.add if wanted else self._writing.discard)(fd)
             self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
 
     def remove(self, fd: int) -> None:
         if self._ready.pop(fd, None) is not None:
+            self._writing.discard(fd)
             self._epoll.unregister(fd)
 
     def run(self) -> bool:

@@ -229,7 +229,7 @@ class Coordinator:
         self._told_plans: dict[int, int] = {}
         self._connected: dict[str, str] = {}  # lane to the incarnation its sender has a channel to
         self.hub = Hub(reactor, config.bind, config.token, self._on_message, self._on_lost, config.advertise)
-        reactor.add(self.hub)
+        reactor.add(self.hub, first=True)
 
     # ---- members
 
@@ -1007,7 +1007,7 @@ class Coordinator:
             self.hub.send(link, message)
 
     def _send_begin(self, run: RefitRun, e: EngineRun) -> None:
-        if not e.staged and not e.begin_sent:
+        if not (e.staged or e.begin_sent or e.begun):
             e.begin_sent = True
             e.touch()
             self.hub.send(e.driver.link, m.Begin(refit=run.refit))

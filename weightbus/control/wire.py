@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import zmq
@@ -110,9 +110,19 @@ class Hub:
     def forget(self, link: bytes) -> None:
         self._links.discard(link)
 
-    def tick(self) -> bool:
-        if self._gate is not None:
+    def tick(self, fired: Collection[Any]) -> bool:
+        if self._gate is not None and self._gate.socket in fired:
             self._gate.serve()
+        moved = self._socket in fired and self._receive()
+        now = time.monotonic()
+        if now >= self._next_ping:
+            self._next_ping = now + PING_S
+            for link in list(self._links):
+                if not self._send_frame(link, b""):
+                    self._lose(link)
+        return moved
+
+    def _receive(self) -> bool:
         moved = False
         for _ in range(BURST):
             try:
@@ -131,12 +141,6 @@ class Hub:
             except Exception as exc:  # what one member says must not end the thread that serves all
                 log.exception("dropped a member whose message broke this side", exc_info=exc)
                 self._lose(link)
-        now = time.monotonic()
-        if now >= self._next_ping:
-            self._next_ping = now + PING_S
-            for link in list(self._links):
-                if not self._send_frame(link, b""):
-                    self._lose(link)
         return moved
 
     def _lose(self, link: bytes) -> None:
@@ -207,8 +211,12 @@ class Link:
             return False
         return True
 
-    def tick(self) -> bool:
-        moved = self._watch()
+    def tick(self, fired: Collection[Any]) -> bool:
+        moved = self._monitor in fired and self._watch()
+        return (self._socket in fired and self._receive()) or moved
+
+    def _receive(self) -> bool:
+        moved = False
         for _ in range(BURST):
             try:
                 frame = self._socket.recv(zmq.NOBLOCK)
