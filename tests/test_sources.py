@@ -615,7 +615,8 @@ def test_fsdp2_is_gathered_on_two_ranks(tmp_path: Path) -> None:
     path = [str(ROOT / part) for part in (".", "backends", "adapters")]
     code = (
         f"import sys, runpy; sys.path[:0] = {path!r}\n"
-        f"runpy.run_path({__file__!r})['fsdp_rank'](int(sys.argv[1]), {str(tmp_path / 'store')!r})"
+        f"runpy.run_path({__file__!r})['fsdp_rank'](int(sys.argv[1]), {str(tmp_path / 'store')!r})\n"
+        "import os; os._exit(0)"  # torch's own threads now and then abort an orderly exit
     )
     ranks = [
         subprocess.Popen([sys.executable, "-c", code, str(rank)], stderr=subprocess.PIPE, text=True) for rank in (0, 1)

@@ -453,7 +453,8 @@ def test_sharded_targets_take_their_part_without_communication(tmp_path: Path) -
     path = [str(ROOT / part) for part in (".", "backends", "adapters")]
     code = (
         f"import sys, runpy; sys.path[:0] = {path!r}\n"
-        f"runpy.run_path({__file__!r})['sharded_rank'](int(sys.argv[1]), {str(tmp_path / 'store')!r})"
+        f"runpy.run_path({__file__!r})['sharded_rank'](int(sys.argv[1]), {str(tmp_path / 'store')!r})\n"
+        "import os; os._exit(0)"  # torch's own threads now and then abort an orderly exit
     )
     ranks = [
         subprocess.Popen([sys.executable, "-c", code, str(rank)], stderr=subprocess.PIPE, text=True) for rank in (0, 1)

@@ -249,8 +249,9 @@ class Reactor:
                     for source in sources:
                         poller.register(source, zmq.POLLIN)
                 polling = any(service.polling for service in self._services)
-                # a caller that packs or loads wants the interpreter for itself
-                awake = bool(self._waiters) and time.monotonic() - last_s < self._spin_s
+                # a caller that was woken, or packs, or loads, wants the interpreter for itself
+                asleep = bool(self._waiters) and all(waiter.gate.locked() for waiter in tuple(self._waiters))
+                awake = asleep and time.monotonic() - last_s < self._spin_s
                 events = poller.poll(0 if again or polling or awake else IDLE_POLL_MS)
                 fired = {source for source, _ in events}
                 if self._wake in fired:
