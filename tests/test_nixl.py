@@ -538,7 +538,8 @@ def test_ucxx_in_the_same_process_changes_nothing() -> None:
 
 def test_the_link_is_measured_and_tcp_on_one_host_is_told(maker: Maker, caplog: pytest.LogCaptureFixture) -> None:
     lane = maker.lane(**TCP)
-    assert lane.tx.link_gbps > 0.01
+    assert lane.tx.link_bytes_per_s > 1e7
+    assert lane.rx.link_bytes_per_s is None
     assert "UCX_TLS=tcp uses TCP on one host" in caplog.text
     assert [slot.tensor.unique().tolist() for slot in lane.slots] == [[POISON]] * 2, "no slot is used for it"
 
@@ -553,8 +554,15 @@ def test_the_link_is_measured_and_tcp_on_one_host_is_told(maker: Maker, caplog: 
     ],
 )  # fmt: skip
 def test_a_slow_link_names_its_cause(gbps: float, near: bool, cuda: bool, tls: str, word: str) -> None:
-    text = slow_link(gbps, near=near, cuda=cuda, tls=tls)
+    text = slow_link(gbps, near=near, cuda=cuda, tls=tls, copy_gbps=12.0)
     assert word in text if word else text == ""
+
+
+@pytest.mark.parametrize(("copy_gbps", "told"), [(12.0, False), (40.0, True), (0.0, False)])
+def test_a_link_through_host_memory_is_judged_by_the_host(copy_gbps: float, told: bool) -> None:
+    text = slow_link(0.5, near=True, cuda=False, tls="", copy_gbps=copy_gbps)
+    assert text.startswith("At least 1.0 GB/s is usual here") if told else text == ""
+    assert slow_link(0.5, near=False, cuda=False, tls="", copy_gbps=copy_gbps) == "", "a network is no memory"
 
 
 # Addresses

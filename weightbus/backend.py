@@ -193,9 +193,12 @@ class Channel(ABC):
     Attributes:
         operation_timeout_s: seconds that an operation posted from now on may take, where the library needs a bound of
             its own (collectives). Core sets it before each post to what is left of the refit; None: not said.
+        link_bytes_per_s: what a backend that tries its link out in `connect` saw, on the sender side: reports give the
+            wire's rate as a share of it. Set before `connect` returns, not changed after; None: not measured.
     """
 
     operation_timeout_s: float | None = None
+    link_bytes_per_s: float | None = None
 
     @abstractmethod
     def post_send(self, region: Region, nbytes: int, header: bytes, slot: int) -> Work:

@@ -41,11 +41,15 @@ class Packer:
     Args:
         target: ``[capacity]`` uint8, the bucket's memory; written by `put` and until the end is `ready`.
         verify: compute the digest.
+
+    Attributes:
+        crossed: something was copied from another device.
     """
 
     def __init__(self, target: torch.Tensor, verify: bool) -> None:
         self._target = target
         self._verify = verify
+        self.crossed = False
         self._host = target.device.type == "cpu"
         self._base = target.data_ptr()
         self._bytes = digests.tensor_bytes_view(target) if self._host else memoryview(b"")
@@ -63,6 +67,7 @@ class Packer:
             return
         self._end = segment.offset + segment.nbytes
         source = plain_bytes(tensor) if source is None else source
+        self.crossed = self.crossed or source.device != self._target.device
         piece = source[segment.tensor_offset : segment.tensor_offset + segment.nbytes]
         self._target[segment.offset : self._end].copy_(piece, non_blocking=not self._host)
         self._digest_to(self._end)

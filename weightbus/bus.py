@@ -26,7 +26,7 @@ from weightbus.names import NameRule, parse_rules
 from weightbus.reactor import Reactor
 from weightbus.receiver import MemberConfig, MemberSide, local_host_towards
 from weightbus.registry import load_adapter, load_backend
-from weightbus.report import Event, EventHandler, RefitReport, guarded
+from weightbus.report import Event, EventHandler, RefitReport, guarded, warn_if_slow
 from weightbus.sender import SenderConfig, SenderSide
 from weightbus.stream import RefitStream, StreamAdapter
 
@@ -521,14 +521,18 @@ class WeightBus:
                     coordinator.start(version, partial, timeout)
 
             engine_seconds: dict[str, float] = {}
+            engine_limits: dict[str, float] = {}
 
             def finish(done: m.SendDone) -> WeightBusError | None:
                 run = coordinator.run if coordinator is not None else None
                 if run is not None and run.refit == done.refit:
                     for e in run.engines.values():
-                        for part in [*(c.seconds for c in e.completes.values()), e.report.seconds if e.report else {}]:
-                            for phase, s in part.items():
-                                engine_seconds[phase] = max(engine_seconds.get(phase, 0.0), s)
+                        parts = [(c.seconds, c.limits) for c in e.completes.values()]
+                        for seconds, limits in [*parts, (e.report.seconds if e.report else {}, {})]:
+                            for phase, s in seconds.items():
+                                if s >= engine_seconds.get(phase, 0.0):
+                                    engine_seconds[phase] = s
+                                    engine_limits[phase] = limits.get(phase, 0.0)
                     return run.error
                 return None
 
@@ -544,6 +548,8 @@ class WeightBus:
                 finish=finish,
             )
             report.seconds.update(engine_seconds)
+            report.limits.update({phase: limit for phase, limit in engine_limits.items() if limit > 0})
+            warn_if_slow(report, side.name)
             return report
 
     def isend(self, source: Source, *, version: int, **options: Any) -> Handle:

@@ -67,6 +67,7 @@ class RankRun:
     applied: set[str] = attrs.field(factory=set)
     skipped: list[str] = attrs.field(factory=list)
     seconds: dict[str, float] = attrs.field(factory=lambda: dict.fromkeys(("verify", "load", "wait"), 0.0))
+    limits: dict[str, float] = attrs.field(factory=dict)
     buckets: int = 0
     bytes: int = 0
     tensors: int = 0

@@ -20,6 +20,7 @@ from weightbus.adapter import EngineLoader, Fault
 from weightbus.backend import Backend, Channel, Endpoint, GroupSpec, State
 from weightbus.bucket import Unpacker
 from weightbus.buffers import SlotPool
+from weightbus.calibration import copy_bytes_per_s
 from weightbus.control import messages as m
 from weightbus.deadline import Deadline
 from weightbus.errors import (
@@ -87,6 +88,7 @@ class RankSet:
         self._pending: m.OfferRanks | None = None
         if device.type == "cuda":
             gpu.warm_up(device)
+        self._copy_rate = copy_bytes_per_s(device)
         for lane in self.lanes:  # a backend's start-up belongs to set-up, not to the first refit
             lane.open()
         self._releasing: list[tuple[Callable[[], bool], Callable[[], None]]] = []
@@ -247,7 +249,7 @@ class RankSet:
     # ---- the script of one refit
 
     def _script(self, offer: m.OfferRanks) -> Script:
-        run = RankRun(offer, Deadline.after(offer.timeout_s))
+        run = RankRun(offer, Deadline.after(offer.timeout_s), limits=self._limits(offer))
         for lane in self.lanes:
             lane.deadline = run.deadline
         try:
@@ -421,6 +423,14 @@ class RankSet:
             if bound is not None and need[kind] > bound
         ]
 
+    def _limits(self, offer: m.OfferRanks) -> dict[str, float]:
+        """Of verify and load, where they stay within the memory that was calibrated."""
+        away = self._config.stage == "host" and self._device.type != "cpu"
+        if self._copy_rate is None or away:
+            return {}
+        over_wire = offer.direct and not self._backend.capabilities.shares_memory
+        return dict.fromkeys(("verify",) if over_wire else ("verify", "load"), self._copy_rate)
+
     # ---- stream
 
     def _stream(self, run: RankRun) -> Script:
@@ -442,7 +452,8 @@ class RankSet:
             self._prove(run)
         run.verified = True
         self.verified_refit = run.offer.refit
-        self._tell(m.Complete(refit=run.offer.refit, seconds=run.seconds, skipped=tuple(run.skipped)))
+        limits = {phase: rate / len(self.lanes) for phase, rate in run.limits.items()}
+        self._tell(m.Complete(refit=run.offer.refit, seconds=run.seconds, skipped=tuple(run.skipped), limits=limits))
         self._say(run, run.offer.refit)
         if not staged:
             return
@@ -517,8 +528,10 @@ class RankSet:
             if job.error is not None:
                 raise _load_error(job.error)
             have = job.result
+        digested = time.monotonic()
+        run.seconds["verify"] += digested - start
         yield Wait(lambda: lane.pull_digest is not None or run.aborted is not None, run.deadline)
-        run.seconds["verify"] += time.monotonic() - start
+        run.seconds["wait"] += time.monotonic() - digested
         self._raise_if_over(run)
         if lane.pull_digest is None or lane.pull_digest.digest != have:
             raise DigestMismatch(

@@ -135,6 +135,11 @@ class Outbound:
         return not all(bucket in self._credits[lane] or self._quiet(lane) for lane in leavers)
 
     @property
+    def moves(self) -> bool:
+        """Bytes go over a wire; else readers look into the sender's memory."""
+        return not self._shares
+
+    @property
     def idle(self) -> bool:
         """No operation of this refit is open."""
         return not self.works
@@ -290,7 +295,11 @@ class SendRun:
         self.go = False  # packing may begin before; posting not
         self.pace = 0
         self.error: BaseException | None = None
+        self.crossed = False  # something was packed from another device than the buckets'
         self.seconds = dict.fromkeys(("export", "pack", "credit_wait"), 0.0)
+        if any(outbound.moves for outbound in self.outbounds):
+            self.seconds["wire"] = 0.0
+        self._on_wire_s: float | None = None  # up to when `wire` was counted, while something is under way
         self.manifest_out: list[TensorSpec] = []
         self._reactor, self._pool = reactor, pool
         self._verify, self._on_page = verify, on_page
@@ -458,6 +467,7 @@ class SendRun:
             start = time.perf_counter()
             packed = packer.finish()
             self.seconds["pack"] += time.perf_counter() - start
+            self.crossed = self.crossed or packer.crossed
             self._hand_over(bucket, packed, plan_digest, total, page)
 
     def _hand_over(
@@ -487,10 +497,22 @@ class SendRun:
                 outbound.enqueue(post)
             self._enqueued = post.bucket + 1
             moved = True
-        for outbound in self.outbounds:
-            moved |= outbound.tick()
+        moved |= self._tick_wire()
         if moved:
             self._publish()
+        return moved
+
+    def _tick_wire(self) -> bool:
+        """Post and test; the time while any operation is under way, its posting included, is the wire's."""
+        start = self._on_wire_s or time.perf_counter()
+        posted = sum(outbound.posted for outbound in self.outbounds)
+        moved = False
+        for outbound in self.outbounds:
+            moved |= outbound.tick()
+        now = time.perf_counter()
+        if "wire" in self.seconds and (self._on_wire_s or posted != sum(o.posted for o in self.outbounds)):
+            self.seconds["wire"] += now - start
+        self._on_wire_s = now if any(outbound.works for outbound in self.outbounds) else None
         return moved
 
     def _publish(self) -> None:

@@ -25,7 +25,7 @@ from weightbus.jobs import End, Jobs
 from weightbus.lane import InboundConfig
 from weightbus.reactor import Reactor, log
 from weightbus.refit import Driver, DriverRun, Held
-from weightbus.report import Event, EventHandler, RefitReport
+from weightbus.report import Event, EventHandler, RefitReport, warn_if_slow
 
 
 @attrs.frozen(kw_only=True)
@@ -336,6 +336,7 @@ class MemberSide:
             buckets=run.buckets,
             total_s=time.monotonic() - run.started_s,
             seconds={**run.seconds, **seconds},
+            limits=run.limits,
             outcomes=outcomes,
             skipped=tuple(run.skipped),
         )
@@ -351,7 +352,9 @@ class MemberSide:
                 if isinstance(item, End):
                     if item.error is not None:
                         raise item.error
-                    return item.report  # type: ignore[no-any-return]
+                    report: RefitReport = item.report
+                    warn_if_slow(report, self.name)
+                    return report
                 self.jobs.execute(item)
         finally:
             self.jobs.attached = False

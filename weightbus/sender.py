@@ -13,6 +13,7 @@ import torch
 from weightbus import gpu
 from weightbus.backend import Backend, Endpoint, EndpointSpec, GroupSpec
 from weightbus.buffers import SlotPool
+from weightbus.calibration import copy_bytes_per_s
 from weightbus.control import messages as m
 from weightbus.deadline import Deadline
 from weightbus.errors import (
@@ -136,6 +137,7 @@ class SenderSide:
             gpu.warm_up(config.device)
             if not config.direct:
                 self._pool.ensure(config.bucket_bytes // 16 * 16)
+        self._copy_rate = copy_bytes_per_s(config.device)
         reactor.add(self)
 
     # ---- the caller's thread
@@ -407,8 +409,17 @@ class SenderSide:
             tensors=len(manifest) if manifest is not None else len(run.manifest_out) if run else 0,
             total_s=total_s,
             seconds=dict(run.seconds) if run else {},
+            limits=self._limits(run) if run else {},
             outcomes=dict(done.outcomes),
         )
+
+    def _limits(self, run: SendRun) -> dict[str, float]:
+        limits = {} if self._copy_rate is None or run.crossed else {"pack": self._copy_rate}
+        links = [outbound.link.channel.link_bytes_per_s for outbound in run.outbounds]
+        known = [rate for rate in links if rate is not None]
+        if known and len(known) == len(links):
+            limits["wire"] = min(known) / len(known)  # of one lane's bytes, where all leave by one network
+        return limits
 
     def cancel(self) -> None:
         """End the send under way; from any thread."""

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from weightbus.backend import Channel, Endpoint, EndpointSpec, Region, State, Work
+from weightbus.calibration import copy_bytes_per_s
 from weightbus.deadline import Deadline
 from weightbus.errors import (
     ConnectError,
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 _PING_S = 0.5
 _POLL_S = 0.0002
-_MEASURED_BYTES = (64 << 10, 64 << 10, 512 << 10, 4 << 20)
+_MEASURED_BYTES = (64 << 10, 64 << 10, 512 << 10, 4 << 20, 4 << 20)
 _SCRATCH_BYTES = _MEASURED_BYTES[-1]
 _MEASURE_S = 0.05
 _KEPT_LISTS = 8
@@ -304,21 +305,23 @@ class NixlEndpoint(Endpoint):
             if work.error is not None:
                 raise ConnectError(f"{channel.owner}: a WRITE failed: {work.error}", peer=channel.owner) from work.error
             if round_:  # the first one sets the path up
-                best = max(best, nbytes / (time.perf_counter() - started) / 1e9)
+                best = max(best, nbytes / (time.perf_counter() - started))
                 if until.expired:
                     break
-        channel.link_gbps = best
-        self._judge(channel)
+        channel.link_bytes_per_s = best
+        self._judge(channel, best / 1e9)
 
-    def _judge(self, channel: SendChannel) -> None:
+    def _judge(self, channel: SendChannel, gbps: float) -> None:
         peer = channel.address
         near = bool(peer.host) and peer.host == host_id()
         tls = ucx_tls(self._options)
-        text = slow_link(channel.link_gbps, near=near, cuda=self._cuda and peer.memory == "VRAM", tls=tls)
+        cuda = self._cuda and peer.memory == "VRAM"
+        copy = copy_bytes_per_s(torch.device("cpu")) if near and not cuda else None
+        text = slow_link(gbps, near=near, cuda=cuda, tls=tls, copy_gbps=(copy or 0.0) / 1e9)
         if text:
-            logger.warning("%s -> %s: %.2f GB/s at connect. %s", self._label, peer.owner, channel.link_gbps, text)
+            logger.warning("%s -> %s: %.2f GB/s at connect. %s", self._label, peer.owner, gbps, text)
         else:
-            logger.info("%s -> %s: %.2f GB/s at connect", self._label, peer.owner, channel.link_gbps)
+            logger.info("%s -> %s: %.2f GB/s at connect", self._label, peer.owner, gbps)
 
     def notify(self, agent: str, note: Note, owner: str) -> None:
         """Send a notification without bytes."""
@@ -626,8 +629,13 @@ def merge(
     return np.column_stack([mine[first, 0], lengths]), np.column_stack([theirs[first, 0], lengths])
 
 
-def slow_link(gbps: float, *, near: bool, cuda: bool, tls: str) -> str:
-    """What makes a link slow and what to do; empty when the rate is what its path should give."""
+def slow_link(gbps: float, *, near: bool, cuda: bool, tls: str, copy_gbps: float) -> str:
+    """What makes a link slow and what to do; empty when the rate is what its path should give.
+
+    Args:
+        copy_gbps: this host's calibrated copy. A path through host memory should give a fortieth: the few MiB of the
+            measurement are new to it, and the host may be busy. On GPUs their latency rules, so that a constant serves.
+    """
     only_tcp = bool(tls) and not tls.startswith("^") and set(tls.split(",")) <= {"tcp", "self"}
     if cuda and only_tcp:
         return (
@@ -635,7 +643,7 @@ def slow_link(gbps: float, *, near: bool, cuda: bool, tls: str) -> str:
         )
     if near and only_tcp:
         return f"UCX_TLS={tls} uses TCP on one host: unset it, or add shm and cma."
-    floor = (5.0 if cuda else 0.3) if near else (1.0 if cuda else 0.1)
+    floor = (5.0 if cuda else copy_gbps / 40) if near else (1.0 if cuda else 0.1)
     if gbps >= floor:
         return ""
     if cuda and near:
@@ -644,4 +652,4 @@ def slow_link(gbps: float, *, near: bool, cuda: bool, tls: str) -> str:
         cause = "shared memory and CMA do not work between these processes (ptrace scope, PID namespace, /dev/shm)"
     else:
         cause = "the network is slow, or UCX took a slow device: set UCX_NET_DEVICES or the option devices"
-    return f"At least {floor} GB/s is usual here; likely: {cause}; or the host was busy."
+    return f"At least {floor:.1f} GB/s is usual here; likely: {cause}; or the host was busy."

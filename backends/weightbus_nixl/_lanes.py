@@ -101,7 +101,6 @@ class SendChannel(_Lane):
         self.address = address
         self.peer, self.owner = address.agent, address.owner
         self.welcome = False
-        self.link_gbps = 0.0
         self._sequence = 0
         self._busy: set[int] = set()
 

@@ -139,7 +139,7 @@ def write(source: str, target: str, nbytes: int) -> None:
         raw = nbytes / raw_write(ep, tx, regions[0], nbytes) / 1e9
         check(
             f"WRITE {source} -> {target} {nbytes // MIB} MiB", first and second, gbps=rate, raw_gbps=raw,
-            share=rate / raw, measured_at_connect=tx.link_gbps, connect_s=connect_s,
+            share=rate / raw, measured_at_connect=tx.link_bytes_per_s / 1e9, connect_s=connect_s,
         )  # fmt: skip
         peer.send("end")
         ep.close()

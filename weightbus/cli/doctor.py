@@ -20,6 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import weightbus
+from weightbus.calibration import copy_bytes_per_s
 from weightbus.errors import BackendUnavailable, ConfigError, WeightBusError
 from weightbus.registry import ADAPTERS, BACKENDS, known, load_adapter, load_backend
 from weightbus.testing.peers import Peer, PeerFailed
@@ -167,6 +168,8 @@ def host_facts() -> Iterator[tuple[str, str]]:
     yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
     yield "cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"
     yield "memory", f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
+    copy = copy_bytes_per_s(torch.device("cpu"))
+    yield "memory copy", f"{copy / 1e9:.1f} GB/s, one thread" if copy else "not measured: no memory for it"
     yield "torch", torch.__version__
     yield "torch's CUDA", torch.version.cuda or "none (a CPU build)"
     for index in range(torch.cuda.device_count()):

@@ -455,6 +455,7 @@ class Complete:
     refit: str
     seconds: dict[str, float] = attrs.field(factory=dict)
     skipped: tuple[str, ...] = ()
+    limits: dict[str, float] = attrs.field(factory=dict)  # phase to bytes/s of one lane, where its limit is known
 
 
 @attrs.frozen(kw_only=True)

@@ -78,6 +78,7 @@ class _FaultyWork(Work):
 class _FaultyChannel(Channel):
     def __init__(self, inner: Channel, number: int, endpoint: _FaultyEndpoint) -> None:
         self._inner, self._number, self._endpoint = inner, number, endpoint
+        self.link_bytes_per_s = inner.link_bytes_per_s
         self._count = 0
         self._waiting: deque[_FaultyWork] = deque()
         self._sent: list[_FaultyWork] = []
