@@ -534,10 +534,10 @@ def test_bytes_that_are_no_zeromq_close_their_connection_only() -> None:
 def test_a_frame_over_the_cap_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightbus.control.wire.MAX_FRAME_BYTES", 1 << 16)
     with sender(receivers=1) as bus, receiving(bus, adapter=fake()) as rx, Raw(bus.address) as raw:
-        raw.tell(join(device="x" * (1 << 17)))
+        raw.tell(join(driver_address="x" * (1 << 17)))
         assert raw.hear(0.5) is None
         assert "puppet" not in bus.engines()
-        raw.tell(join(device="x"))
+        raw.tell(join(driver_address="x"))
         assert raw.hear(5.0).error is None, "the same frame below the cap is read"
         raw.close()
         wait_until(lambda: bus.engines()["puppet"].startswith("UNKNOWN"))

@@ -134,7 +134,6 @@ class Join:
     protocol: int
     member: str = attrs.field(validator=_short)
     incarnation: str = attrs.field(validator=_short)
-    session: int = 0
     host: str = ""
     pid: int = 0
     backend: str = ""
@@ -150,8 +149,6 @@ class Join:
     rules: GroupRules = attrs.field(factory=GroupRules)
     names: tuple[NameRule, ...] = ()
     stage: str = ""
-    paged_in_place: bool = False
-    device: str = "cpu"
     run_id: str = ""
     version: int = -1
     state: str = "READY"
