@@ -209,12 +209,10 @@ class MemberSide:
             ranks.offer(message)
         elif isinstance(message, m.JoinGroup):
             ranks.join_group(message)
-        elif isinstance(message, (m.Page, m.PageEnd, m.HeaderAhead, m.Pull, m.PullDigest)):
-            ranks.page(message)
+        elif isinstance(message, m.LaneNote):
+            ranks.note(message)
         elif isinstance(message, (m.Forward, m.Credit, m.DropLanes)):
             ranks.chain(message)
-        elif isinstance(message, m.Drained):
-            ranks.drained(message.refit, message.lane)
 
     def _ranks_broke(self, error: WeightBusError) -> None:
         """To leave a refit raised, which scripts do not handle: it is over all the same."""

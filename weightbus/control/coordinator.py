@@ -411,7 +411,7 @@ class Coordinator:
             else:
                 self._early[rank] = message
             return
-        if isinstance(message, (m.Drained, m.Page, m.PageEnd, m.HeaderAhead, m.Pull, m.PullDigest)):
+        if isinstance(message, m.LaneNote):
             home = self._lane_home.get(message.lane)
             if home is not None:
                 self.hub.send(home[0], message)

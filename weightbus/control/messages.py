@@ -383,11 +383,17 @@ class Forward:
 
 
 @attrs.frozen(kw_only=True)
-class HeaderAhead:
-    """Sender (through the coordinator) to a rank: this operation is about to be posted."""
+class LaneNote:
+    """What a sender tells the rank at the end of one of its lanes; the coordinator passes it on unread."""
 
     refit: str
     lane: str
+
+
+@attrs.frozen(kw_only=True)
+class HeaderAhead(LaneNote):
+    """This operation is about to be posted."""
+
     slot: int
     nbytes: int
     header: bytes = attrs.field()
@@ -399,29 +405,23 @@ class HeaderAhead:
 
 
 @attrs.frozen(kw_only=True)
-class Pull:
-    """Sender (through the coordinator) to a rank: the exported memory is complete; read it now."""
+class Pull(LaneNote):
+    """The exported memory is complete; read it now."""
 
-    refit: str
-    lane: str
     remote: bytes
 
 
 @attrs.frozen(kw_only=True)
-class PullDigest:
+class PullDigest(LaneNote):
     """The digest of what was exported, as of one bucket in the plan's layout."""
 
-    refit: str
-    lane: str
     digest: int
 
 
 @attrs.frozen(kw_only=True)
-class Page:
-    """Sender (through the coordinator) to a rank: what bucket `bucket` of a paged refit holds."""
+class Page(LaneNote):
+    """What bucket `bucket` of a paged refit holds."""
 
-    refit: str
-    lane: str
     bucket: int
     first_tensor: int
     specs: tuple[TensorSpec, ...]
@@ -429,9 +429,7 @@ class Page:
 
 
 @attrs.frozen(kw_only=True)
-class PageEnd:
-    refit: str
-    lane: str
+class PageEnd(LaneNote):
     buckets: int
     tensors: int
 
@@ -475,11 +473,8 @@ class Abort:
 
 
 @attrs.frozen(kw_only=True)
-class Drained:
-    """No operation of this refit on this lane can touch memory any more. From the writer."""
-
-    refit: str
-    lane: str
+class Drained(LaneNote):
+    """No operation of this refit on this lane can touch memory any more."""
 
 
 @attrs.frozen(kw_only=True)
