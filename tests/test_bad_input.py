@@ -20,8 +20,8 @@ from tests import puppets
 from tests.harness import FAST, Receiving, poisoned, receiving, same, sender, wait_until, weights
 from tests.puppets import FakeHub, Puppet, Raw, join
 from weightbus import ConfigError, Manifest, TensorSpec, WeightBus
-from weightbus.control import coordinator
 from weightbus.control import messages as m
+from weightbus.control import refit_run
 from weightbus.control.wire import Link
 from weightbus.testing.adapters import RecordingAdapter
 
@@ -645,7 +645,7 @@ def test_a_member_whose_lane_cannot_be_reached_fails_alone(answer: dict[str, Any
 def test_an_engine_that_stops_answering_is_named_and_the_others_go_on(
     phase: str, then: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator, "REPORT_GRACE_S", 0.5)
+    monkeypatch.setattr(refit_run, "REPORT_GRACE_S", 0.5)
     with (
         sender(receivers=2, stall_timeout=1.0, finish_timeout=1.0) as bus,
         receiving(bus, adapter=fake()) as rx,

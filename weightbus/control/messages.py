@@ -160,7 +160,6 @@ class Welcome:
 
     run_id: str
     error: WireError | None = None
-    backend: str = ""
 
 
 @attrs.frozen(kw_only=True)
