@@ -64,7 +64,7 @@ class Raw:
 def join(engine: str = "puppet", **changes: Any) -> m.Join:
     """What an engine of one rank says first."""
     facts: dict[str, Any] = {
-        "protocol": m.PROTOCOL, "member": f"{engine}/0", "incarnation": "i", "session": 1, "host": host_id(),
+        "protocol": m.PROTOCOL, "member": f"{engine}/0", "incarnation": "i", "host": host_id(),
         "pid": os.getpid(), "backend": "loopback", "engine": engine, "world": 1, "serves": (0,), "drives": "fallback",
     }  # fmt: skip
     return m.Join(**{**facts, **changes})

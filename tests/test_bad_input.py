@@ -20,8 +20,8 @@ from tests import puppets
 from tests.harness import FAST, Receiving, poisoned, receiving, same, sender, wait_until, weights
 from tests.puppets import FakeHub, Puppet, Raw, join
 from weightbus import ConfigError, Manifest, TensorSpec, WeightBus
-from weightbus.control import coordinator
 from weightbus.control import messages as m
+from weightbus.control import refit_run
 from weightbus.control.wire import Link
 from weightbus.testing.adapters import RecordingAdapter
 
@@ -534,10 +534,10 @@ def test_bytes_that_are_no_zeromq_close_their_connection_only() -> None:
 def test_a_frame_over_the_cap_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightbus.control.wire.MAX_FRAME_BYTES", 1 << 16)
     with sender(receivers=1) as bus, receiving(bus, adapter=fake()) as rx, Raw(bus.address) as raw:
-        raw.tell(join(device="x" * (1 << 17)))
+        raw.tell(join(driver_address="x" * (1 << 17)))
         assert raw.hear(0.5) is None
         assert "puppet" not in bus.engines()
-        raw.tell(join(device="x"))
+        raw.tell(join(driver_address="x"))
         assert raw.hear(5.0).error is None, "the same frame below the cap is read"
         raw.close()
         wait_until(lambda: bus.engines()["puppet"].startswith("UNKNOWN"))
@@ -645,7 +645,7 @@ def test_a_member_whose_lane_cannot_be_reached_fails_alone(answer: dict[str, Any
 def test_an_engine_that_stops_answering_is_named_and_the_others_go_on(
     phase: str, then: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator, "REPORT_GRACE_S", 0.5)
+    monkeypatch.setattr(refit_run, "REPORT_GRACE_S", 0.5)
     with (
         sender(receivers=2, stall_timeout=1.0, finish_timeout=1.0) as bus,
         receiving(bus, adapter=fake()) as rx,

@@ -573,3 +573,27 @@ def test_a_module_sent_between_does_not_change_what_is_remembered_of_a_generator
         assert same(rx.engine.weights[0], B)
         bus.send(generator(A), version=3, timeout=20)
         assert same(rx.engine.weights[0], A)
+
+
+def test_a_module_that_has_said_begun_is_as_it_was_when_another_engine_refuses() -> None:
+    class Holding(torch.nn.Module):
+        def __init__(self, **tensors: torch.Tensor) -> None:
+            super().__init__()
+            for name, tensor in tensors.items():
+                self.register_buffer(name, tensor)
+
+    wide, narrow = Holding(a=torch.zeros(8), b=torch.zeros(8)), Holding(a=torch.zeros(8))
+    first, second = {"a": torch.ones(8)}, {"a": torch.ones(8), "b": torch.ones(8)}
+    with (
+        sender(receivers=2) as bus,
+        receiving(bus, "wide", adapter="torch", adapter_options={"module": wide, "strict": False}) as one,
+        receiving(bus, "narrow", adapter="torch", adapter_options={"module": narrow}) as two,
+    ):
+        bus.send(first, version=1)
+        with pytest.raises(weightbus.AlignmentError, match=r"narrow/0.*'?b'?"):
+            bus.send(second, version=2)
+        wait_until(lambda: one.bus.state == two.bus.state == "READY(1)", 3)
+        assert bus.engines() == {"wide": "READY(1)", "narrow": "READY(1)"}
+        assert torch.equal(wide.b, torch.zeros(8))
+        assert bus.send({"a": torch.full((8,), 3.0)}, version=2).outcomes == {"wide": "READY(2)", "narrow": "READY(2)"}
+        assert wide.a[0] == narrow.a[0] == 3

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weightbus import PeerLost, RefitAborted
-from weightbus.adapter import EngineDriver, Outcome
+from weightbus.adapter import EngineDriver, Outcome, StepFreeDriver
 from weightbus.control import messages as m
 from weightbus.jobs import Jobs
 from weightbus.reactor import Reactor
@@ -39,7 +39,7 @@ class ByHand(Reactor):
 class Rig:
     """One driver of an engine of `world` ranks; jobs wait until `work`."""
 
-    def __init__(self, held: Held, world: int = 1, make: Any = None) -> None:
+    def __init__(self, held: Held, world: int = 1, make: Any = None, beside: bool = True) -> None:
         self.fake = RecordingAdapter(tensors={"w": torch.zeros(1)})
         self.fake.engine.driven = True
         self.fake.engine.session = held.outcome is Outcome.HELD
@@ -51,7 +51,7 @@ class Rig:
         self.driver = Driver(
             self.reactor, "e0", world, make or self.fake.driver, self.jobs, self._tell,
             lambda order: self.orders.append(order.order), lambda report, run: self.ends.append(report),
-            beside=True,
+            beside=beside,
         )  # fmt: skip
         self.driver.held = held
 
@@ -233,3 +233,25 @@ def test_a_script_that_raises_after_begin_closes_the_engine_s_session(monkeypatc
     assert rig.reactor.errors == []
     monkeypatch.undo()
     rig.begun(3)
+
+
+@pytest.mark.parametrize(("beside", "told"), [(True, ["DriverAnswer", "Begun"]), (False, ["DriverAnswer"])])
+def test_a_driver_with_nothing_to_begin_says_begun_with_its_ok_where_all_ranks_are_beside_it(
+    beside: bool, told: list[str]
+) -> None:
+    rig = Rig(Held(Outcome.READY, RUN, 1), make=StepFreeDriver, beside=beside)
+    rig.offer(2)
+    assert [type(x).__name__ for x in rig.told] == told
+
+
+@pytest.mark.parametrize(("touched", "outcome"), [(False, Outcome.READY), (True, Outcome.DIRTY)])
+def test_what_it_holds_after_a_refusal_elsewhere_is_what_its_ranks_say(touched: bool, outcome: Outcome) -> None:
+    rig = Rig(Held(Outcome.READY, RUN, 1), make=StepFreeDriver)
+    refit = rig.offer(2)
+    rig.driver.abort(refit, RefitAborted("another engine refused"))
+    rig.reactor.step()
+    assert rig.orders == ["drop"]
+    rig.state(refit, 0, touched=touched, dropped=True)
+    rig.reactor.step()
+    assert rig.driver.held.outcome is outcome
+    assert rig.reports() == [(refit, outcome.value)]

@@ -208,13 +208,13 @@ def test_the_coordinator_is_lost_between_complete_and_commit(
     from weightbus.control.coordinator import Coordinator
 
     with Row(stage) as row:
-        run_id = row.bus._coordinator.run_id
+        run_id = row.bus._coordinator.config.run_id
         address = row.bus.address
 
         def cut(self: Coordinator, run: Any) -> None:
             if any(e.complete for e in run.active()):
-                self._reactor.remove(self.hub)
-                self.hub.close()
+                self._reactor.remove(self.roster.hub)
+                self.roster.hub.close()
                 raise weightbus.LocalProtocolError("cut for the test")
 
         with monkeypatch.context() as patch:

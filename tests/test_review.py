@@ -20,6 +20,7 @@ from weightbus.backend import Arrival, Region
 from weightbus.config import runs
 from weightbus.control import messages as m
 from weightbus.control.coordinator import Coordinator
+from weightbus.control.refit_run import RefitRun
 from weightbus.header import Header
 from weightbus.inbound import RankSet
 from weightbus.lane import InboundConfig, InboundLane, Stage
@@ -162,19 +163,19 @@ def test_a_member_that_said_join_twice_is_still_watched() -> None:
         member = rx.bus._member
         rx.bus._reactor.call(member._on_up)  # what a link does that was cut off for a moment
         time.sleep(0.3)
-        assert len(bus._coordinator.hub._links) == 1
+        assert len(bus._coordinator.roster.hub._links) == 1
 
 
 def test_an_old_incarnation_of_a_sender_takes_nothing_with_it() -> None:
     with sender(receivers=1, senders=2) as first:
         options = {"address": first.address, "rank": 1, "senders": 2, "backend": "loopback"}
         old = WeightBus.sender(**options)
-        wait_until(lambda: 1 in first._coordinator.senders)
+        wait_until(lambda: 1 in first._coordinator.roster.senders)
         with WeightBus.sender(**options):
             time.sleep(0.3)
             old.close()
             time.sleep(0.5)
-            assert 1 in first._coordinator.senders
+            assert 1 in first._coordinator.roster.senders
 
 
 # ---- scripts that raise
@@ -232,7 +233,9 @@ def test_a_receiver_whose_script_raises_is_named_and_goes_on(
     with sender(receivers=1) as bus:
         driver = None if beside else Receiving(bus.address, "e0", adapter=fake, drive=True, ranks=1)
         with receiving(bus, adapter=fake, stage=stage, rank=None if beside else 0) as rx:
-            wait_until(lambda: beside or bool(bus._coordinator.engines and bus._coordinator.engines["e0"].driver))
+            wait_until(
+                lambda: beside or bool(bus._coordinator.roster.engines and bus._coordinator.roster.engines["e0"].driver)
+            )
             assert bus.send(OLD, version=1, timeout=20).outcomes == {"e0": "READY(1)"}
             rx.last(1)
             with monkeypatch.context() as patch:
@@ -279,11 +282,13 @@ def test_a_further_sender_that_cannot_make_ready_ends_the_send_of_all(monkeypatc
                 other.wait(20)
 
 
-@pytest.mark.parametrize("step", ["_plan", "_begin", "_verdict"])
-def test_a_coordinator_whose_script_raises_says_why_and_goes_on(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("owner", "step"), [(Coordinator, "_plan"), (Coordinator, "_begin"), (RefitRun, "verdict")])
+def test_a_coordinator_whose_script_raises_says_why_and_goes_on(
+    owner: type, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with sender(receivers=1) as bus, receiving(bus, adapter=RecordingAdapter(tensors=poisoned(OLD))) as rx:
         with monkeypatch.context() as patch:
-            patch.setattr(Coordinator, step, breaks)
+            patch.setattr(owner, step, breaks)
             with pytest.raises(RefitAborted, match="RuntimeError: out of memory") as raised:
                 bus.send(OLD, version=1, timeout=20)
         assert isinstance(raised.value.__cause__, RuntimeError)

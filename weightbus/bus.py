@@ -16,7 +16,8 @@ from weightbus.backend import Backend
 from weightbus.config import Faults, SizeLike, check_receiver, check_sender, device_of, host_id, parse_bytes
 from weightbus.control import messages as m
 from weightbus.control import security
-from weightbus.control.coordinator import Coordinator, CoordinatorConfig
+from weightbus.control.coordinator import Coordinator
+from weightbus.control.roster import CoordinatorConfig
 from weightbus.control.wire import Link
 from weightbus.deadline import Deadline
 from weightbus.errors import ConfigError, EndpointBusy, LocalProtocolError, TransferTimeout, WeightBusError
@@ -274,7 +275,7 @@ class WeightBus:
         except BaseException:
             coordinator.close()
             raise
-        self._coordinator, self._sender, self._address = coordinator, side, coordinator.hub.address
+        self._coordinator, self._sender, self._address = coordinator, side, coordinator.roster.hub.address
         self._closers += [lambda: reactor.remove(side), coordinator.close]
 
     def _follow(self, config: SenderConfig, backend: Backend, events: EventHandler | None) -> None:
@@ -569,7 +570,7 @@ class WeightBus:
         """Every engine seen, with what it last said it holds."""
         if self._coordinator is None:
             return {}
-        return {e.name: f"{e.outcome}({e.version})" for e in self._coordinator.engines.values()}
+        return {e.name: f"{e.outcome}({e.version})" for e in self._coordinator.roster.engines.values()}
 
     def behind(self) -> dict[str, str]:
         """Engines that do not hold the last version sent, with what they hold. Keep traffic off them."""

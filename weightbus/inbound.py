@@ -114,25 +114,11 @@ class RankSet:
         if self.run is not None and not self.run.verified:
             self.abort(self.run.offer.refit, PeerLost("the coordinator is gone", peer="sender/0", phase="stream"))
 
-    def drained(self, refit: str, lane: str) -> None:
-        for each in self.lanes:
-            if each.id == lane and each.refit == bytes.fromhex(refit):
-                each.drained = True
-
-    def page(self, page: m.Page | m.PageEnd | m.HeaderAhead | m.Pull | m.PullDigest) -> None:
-        """What a sender says of one lane, ahead of the bytes."""
+    def note(self, note: m.LaneNote) -> None:
+        """What a sender says of one lane, beside the bytes."""
         for lane in self.lanes:
-            if lane.id == page.lane and lane.refit == bytes.fromhex(page.refit):
-                if isinstance(page, m.Page):
-                    lane.pages[page.bucket] = page
-                elif isinstance(page, m.PageEnd):
-                    lane.page_end = page
-                elif isinstance(page, m.Pull):
-                    lane.pull = page
-                elif isinstance(page, m.PullDigest):
-                    lane.pull_digest = page
-                else:
-                    lane.aheads.append(page)
+            if lane.id == note.lane and lane.refit == bytes.fromhex(note.refit):
+                lane.note(note)
 
     def join_group(self, message: m.JoinGroup) -> None:
         """Enter a collective's rendezvous, on a helper thread; answer Connected for each lane."""

@@ -134,6 +134,21 @@ class InboundLane:
         if endpoint is not None:
             threading.Thread(target=endpoint.close, name="weightbus-retire", daemon=True).start()
 
+    def note(self, note: m.LaneNote) -> None:
+        """What the sender says of this lane in the refit that is open."""
+        if isinstance(note, m.Page):
+            self.pages[note.bucket] = note
+        elif isinstance(note, m.PageEnd):
+            self.page_end = note
+        elif isinstance(note, m.Pull):
+            self.pull = note
+        elif isinstance(note, m.PullDigest):
+            self.pull_digest = note
+        elif isinstance(note, m.HeaderAhead):
+            self.aheads.append(note)
+        elif isinstance(note, m.Drained):  # the writer's operations have ended
+            self.drained = True
+
     def poll(self) -> bool:
         """Take what has landed; on the bus thread. Raises what is wrong with the lane."""
         if self.endpoint is None:

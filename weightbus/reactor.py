@@ -24,7 +24,7 @@ from weightbus.errors import EndpointClosed, LocalProtocolError, RefitAborted, W
 log = logging.getLogger("weightbus")
 
 IDLE_POLL_MS = 50
-BUSY_SLEEP_S = 30e-6
+ASK_AGAIN_S = (30e-6, 1e-3)  # at least, at most: what has been quiet for long is asked less often
 SPIN_S = 500e-6  # after an event the next is awaited awake: waking a thread costs more than most answers take
 SPIN_CORES = 4  # but not where the core is wanted for packing and loading
 NEVER = Deadline.after(None)
@@ -257,7 +257,8 @@ class Reactor:
                 if self._wake in fired:
                     os.eventfd_read(self._wake)
                 elif polling and not (fired or awake or again):
-                    time.sleep(BUSY_SLEEP_S)
+                    quiet_s = time.monotonic() - last_s
+                    time.sleep(min(max(quiet_s / 50, ASK_AGAIN_S[0]), ASK_AGAIN_S[1]))
                 moved, again = self._pass(fired)
                 if moved:
                     last_s = time.monotonic()

@@ -75,7 +75,6 @@ class MemberSide:
         self.refused: WeightBusError | None = None
         self.run_id = ""
         self.known = Held()
-        self._session = 0
         self._incarnation = uuid.uuid4().hex
         self._driver_link: Link | None = None
         self._driver_hub: Hub | None = None
@@ -146,13 +145,11 @@ class MemberSide:
 
     def _on_up(self) -> None:
         config, held = self._config, self.held
-        self._session += 1
         rules, names = (self.ranks.rules, config.inbound.names) if self.ranks is not None else (None, ())
         join = m.Join(
             protocol=m.PROTOCOL,
             member=self.name,
             incarnation=self._incarnation,
-            session=self._session,
             host=config.host,
             pid=os.getpid(),
             backend=config.backend_name,
@@ -164,8 +161,6 @@ class MemberSide:
             driver_address=self._driver_hub.address if self._driver_hub is not None else "",
             names=names,
             stage=config.inbound.stage or "",
-            paged_in_place=config.inbound.paged_in_place,
-            device=str(config.device),
             run_id=held.run_id,
             version=held.version,
             state=held.outcome.value,
@@ -215,12 +210,10 @@ class MemberSide:
             ranks.offer(message)
         elif isinstance(message, m.JoinGroup):
             ranks.join_group(message)
-        elif isinstance(message, (m.Page, m.PageEnd, m.HeaderAhead, m.Pull, m.PullDigest)):
-            ranks.page(message)
+        elif isinstance(message, m.LaneNote):
+            ranks.note(message)
         elif isinstance(message, (m.Forward, m.Credit, m.DropLanes)):
             ranks.chain(message)
-        elif isinstance(message, m.Drained):
-            ranks.drained(message.refit, message.lane)
 
     def _ranks_broke(self, error: WeightBusError) -> None:
         """To leave a refit raised, which scripts do not handle: it is over all the same."""

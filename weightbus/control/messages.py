@@ -134,7 +134,6 @@ class Join:
     protocol: int
     member: str = attrs.field(validator=_short)
     incarnation: str = attrs.field(validator=_short)
-    session: int = 0
     host: str = ""
     pid: int = 0
     backend: str = ""
@@ -150,8 +149,6 @@ class Join:
     rules: GroupRules = attrs.field(factory=GroupRules)
     names: tuple[NameRule, ...] = ()
     stage: str = ""
-    paged_in_place: bool = False
-    device: str = "cpu"
     run_id: str = ""
     version: int = -1
     state: str = "READY"
@@ -163,7 +160,6 @@ class Welcome:
 
     run_id: str
     error: WireError | None = None
-    backend: str = ""
 
 
 @attrs.frozen(kw_only=True)
@@ -386,11 +382,17 @@ class Forward:
 
 
 @attrs.frozen(kw_only=True)
-class HeaderAhead:
-    """Sender (through the coordinator) to a rank: this operation is about to be posted."""
+class LaneNote:
+    """What a sender tells the rank at the end of one of its lanes; the coordinator passes it on unread."""
 
     refit: str
     lane: str
+
+
+@attrs.frozen(kw_only=True)
+class HeaderAhead(LaneNote):
+    """This operation is about to be posted."""
+
     slot: int
     nbytes: int
     header: bytes = attrs.field()
@@ -402,29 +404,23 @@ class HeaderAhead:
 
 
 @attrs.frozen(kw_only=True)
-class Pull:
-    """Sender (through the coordinator) to a rank: the exported memory is complete; read it now."""
+class Pull(LaneNote):
+    """The exported memory is complete; read it now."""
 
-    refit: str
-    lane: str
     remote: bytes
 
 
 @attrs.frozen(kw_only=True)
-class PullDigest:
+class PullDigest(LaneNote):
     """The digest of what was exported, as of one bucket in the plan's layout."""
 
-    refit: str
-    lane: str
     digest: int
 
 
 @attrs.frozen(kw_only=True)
-class Page:
-    """Sender (through the coordinator) to a rank: what bucket `bucket` of a paged refit holds."""
+class Page(LaneNote):
+    """What bucket `bucket` of a paged refit holds."""
 
-    refit: str
-    lane: str
     bucket: int
     first_tensor: int
     specs: tuple[TensorSpec, ...]
@@ -432,9 +428,7 @@ class Page:
 
 
 @attrs.frozen(kw_only=True)
-class PageEnd:
-    refit: str
-    lane: str
+class PageEnd(LaneNote):
     buckets: int
     tensors: int
 
@@ -479,11 +473,8 @@ class Abort:
 
 
 @attrs.frozen(kw_only=True)
-class Drained:
-    """No operation of this refit on this lane can touch memory any more. From the writer."""
-
-    refit: str
-    lane: str
+class Drained(LaneNote):
+    """No operation of this refit on this lane can touch memory any more."""
 
 
 @attrs.frozen(kw_only=True)
