@@ -112,6 +112,9 @@ def test_a_loader_that_sleeps_is_told_on_both_sides(
     with sender(receivers=1, backend="local") as bus, receiving(bus, backend="local", adapter=adapter) as rx:
         sent = bus.send(A, version=7, timeout=20)
         got = rx.last(1)
+        again = bus.send(A, version=8, timeout=20)
+        rx.last(2)
+    assert bool(again.slow) is slow, "it is reported each time, and told once"
     assert same(rx.engine.weights[0], A)
     for side in (sent, got):
         assert side.limits["load"] == 1e9

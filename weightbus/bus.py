@@ -27,7 +27,7 @@ from weightbus.names import NameRule, parse_rules
 from weightbus.reactor import Reactor
 from weightbus.receiver import MemberConfig, MemberSide, local_host_towards
 from weightbus.registry import load_adapter, load_backend
-from weightbus.report import Event, EventHandler, RefitReport, guarded, warn_if_slow
+from weightbus.report import Event, EventHandler, RefitReport, SlowWarning, guarded
 from weightbus.sender import SenderConfig, SenderSide
 from weightbus.stream import RefitStream, StreamAdapter
 
@@ -108,6 +108,7 @@ class WeightBus:
         self._member: MemberSide | None = None
         self._stream_adapter: StreamAdapter | None = None
         self._stream: RefitStream | None = None
+        self._slow_warning = SlowWarning()
         self._address = ""
         self._lost: WeightBusError | None = None
         self._cancelled = threading.Event()
@@ -550,7 +551,7 @@ class WeightBus:
             )
             report.seconds.update(engine_seconds)
             report.limits.update({phase: limit for phase, limit in engine_limits.items() if limit > 0})
-            warn_if_slow(report, side.name)
+            self._slow_warning.of(report, side.name)
             return report
 
     def isend(self, source: Source, *, version: int, **options: Any) -> Handle:

@@ -25,7 +25,7 @@ from weightbus.jobs import End, Jobs
 from weightbus.lane import InboundConfig
 from weightbus.reactor import Reactor, log
 from weightbus.refit import Driver, DriverRun, Held
-from weightbus.report import Event, EventHandler, RefitReport, warn_if_slow
+from weightbus.report import Event, EventHandler, RefitReport, SlowWarning
 
 
 @attrs.frozen(kw_only=True)
@@ -80,6 +80,7 @@ class MemberSide:
         self._driver_hub: Hub | None = None
         self._rank_links: dict[bytes, tuple[int, ...]] = {}
         self._unsaid: m.RankState | None = None
+        self._slow_warning = SlowWarning()
         self.name = f"{config.engine}/{'+'.join(map(str, config.serves)) if config.serves else 'driver'}"
         reactor.on_broken = self._ranks_broke
         if config.drives != "no":
@@ -346,7 +347,7 @@ class MemberSide:
                     if item.error is not None:
                         raise item.error
                     report: RefitReport = item.report
-                    warn_if_slow(report, self.name)
+                    self._slow_warning.of(report, self.name)
                     return report
                 self.jobs.execute(item)
         finally:

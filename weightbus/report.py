@@ -116,11 +116,18 @@ class RefitReport:
         return f" {self.bytes / seconds / 1e9:8.2f} GB/s" + ("" if share is None else f" {share:7.1%}")
 
 
-def warn_if_slow(report: RefitReport, who: str) -> None:
-    """One warning of logger ``weightbus`` where some phase was slow."""
-    if report.slow:
-        text = "; ".join(report.slow)
-        logging.getLogger("weightbus").warning("%s: version %d was slow: %s", who, report.version, text)
+class SlowWarning:
+    """Warns on logger ``weightbus`` of the first slow refit of one end, and again after one that was not."""
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def of(self, report: RefitReport, who: str) -> None:
+        slow = report.slow
+        if slow and not self._told:
+            text = "; ".join(slow)
+            logging.getLogger("weightbus").warning("%s: version %d was slow: %s", who, report.version, text)
+        self._told = bool(slow)
 
 
 @attrs.frozen(kw_only=True)
