@@ -301,6 +301,31 @@ def test_a_driver_in_a_process_of_its_own(stage: str | None) -> None:
                 each.close()
 
 
+class RanksOnly(RecordingAdapter):
+    """Its processes load; they cannot step the engine."""
+
+    steps_engine = False
+
+    def driver(self) -> Any:
+        raise AssertionError("asked for a driver that it does not have")
+
+
+def test_an_engine_whose_ranks_cannot_step_it_waits_for_its_driver() -> None:
+    ranks, drive = RanksOnly(tensors=poisoned(A)), fake()
+    with sender(receivers=1) as bus, receiving(bus, "e0", adapter=ranks):
+        wait_until(lambda: "e0" in bus.engines())
+        with pytest.raises(weightbus.ConnectError, match=r"e0 \(1 of 1 ranks, no driver\)"):
+            bus.send(A, version=0, timeout=0.5)
+        assert ranks.engine.calls == []
+        sending = threading.Thread(target=lambda: bus.send(A, version=1, timeout=20))
+        sending.start()
+        with Receiving(bus.address, "e0", adapter=drive, drive=True, ranks=1) as driver:
+            assert driver.last(1).outcomes == {"e0": "READY(1)"}
+            sending.join(20)
+        assert same(ranks.engine.weights[0], A)
+        assert "begin 1" in drive.engine.calls
+
+
 def test_a_staged_rank_serves_while_bytes_move_and_its_load_error_reaches_all() -> None:
     with sender(receivers=2) as bus:
         engines = [fake(), fake(fail_at="load:6", fail_times=2)]

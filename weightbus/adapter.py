@@ -243,10 +243,11 @@ class Adapter(ABC):
     """
 
     name: ClassVar[str]
+    steps_engine: ClassVar[bool] = True  #: False: of ranks only; the engine is complete once a `WeightBus.driver` joins
 
     @abstractmethod
     def driver(self) -> EngineDriver:
-        """The driver side; called at most once."""
+        """The driver side; called at most once, and never where `steps_engine` is False."""
 
     @abstractmethod
     def loader(self, ranks: Sequence[int], device: torch.device | None) -> EngineLoader:

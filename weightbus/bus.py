@@ -353,7 +353,7 @@ class WeightBus:
             address: the sender's `address`.
             engine: the engine this process belongs to; unique on the bus.
             rank: this process's rank; None: driver and all `ranks` in one object. The process of rank 0 also drives the
-                engine unless a `driver` has joined.
+                engine, where its adapter can, unless a `driver` has joined.
             ranks: how many ranks the engine has.
             backend: as on the sender.
             backend_options: for the backend's constructor.
@@ -399,7 +399,7 @@ class WeightBus:
             engine=engine,
             world=ranks,
             serves=serves,
-            drives="fallback" if 0 in serves else "no",
+            drives="fallback" if 0 in serves and feeds.steps_engine else "no",
             token=token,
             device=where,
             inbound=InboundConfig(

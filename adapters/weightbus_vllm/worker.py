@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from weightbus.adapter import Adapter, EngineDriver, EngineLoader, Refit
-from weightbus.deadline import Deadline
+from weightbus.adapter import Adapter, EngineDriver, EngineLoader
 from weightbus.errors import ConfigError, EngineError
 from weightbus_vllm.loader import VllmLoader
 
@@ -64,12 +63,13 @@ class RankAdapter(Adapter):
     """The adapter of one worker's receiver; its engine's steps run elsewhere, in a ``WeightBus.driver``."""
 
     name = "vllm-rank"
+    steps_engine = False
 
     def __init__(self, loader: VllmLoader) -> None:
         self._loader = loader
 
     def driver(self) -> EngineDriver:
-        return _NoDriver()
+        raise EngineError("a worker does not drive its engine", advice="run WeightBus.driver(..., adapter='vllm')")
 
     def loader(self, ranks: Sequence[int], device: torch.device | None) -> EngineLoader:
         if len(ranks) != 1:
@@ -180,23 +180,3 @@ def _receiver(info: JoinInfo, rank: int, ranks: int, loader: VllmLoader) -> Any:
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """The current CUDA device belongs to a thread, and an in-process engine is called from another one."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-class _NoDriver(EngineDriver):
-    """Stands where core asks rank 0 for a driver."""
-
-    def begin(self, refit: Refit, deadline: Deadline) -> None:
-        raise EngineError(
-            "no driver of this engine has joined",
-            phase="begin",
-            advice="run WeightBus.driver(address, engine=..., adapter='vllm', adapter_options={'url': ...}).drive()",
-        )
-
-    def finish(self, version: int, deadline: Deadline) -> None:
-        return None
-
-    def resume(self, deadline: Deadline) -> None:
-        return None
-
-    def abort(self, reason: str, *, loaded: bool, resume: bool, deadline: Deadline) -> None:
-        return None
