@@ -28,7 +28,7 @@ class ByHand(Reactor):
         self.errors: list[Exception] = []
         self.on_broken = self.errors.append
 
-    def wake(self) -> None:
+    def turn(self) -> None:
         pass
 
     def step(self) -> None:

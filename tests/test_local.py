@@ -40,7 +40,7 @@ from weightbus_local.channel import Offer
 from weightbus_local.cuda import Span
 from weightbus_local.endpoint import Address, LocalEndpoint
 from weightbus_local.host import start_time
-from weightbus_local.wire import Frame, Kind
+from weightbus_local.wire import VERSION, Frame, Kind
 
 HERE = str(Path(__file__).resolve())
 KEY = bytes(range(16))
@@ -98,13 +98,38 @@ def test_the_arriving_region_is_the_senders_memory(pair: SimpleNamespace) -> Non
     region = pair.sender.allocate(4097)
     region.tensor.fill_(7)
     work = pair.tx.post_send(region, 4097, b"h", 5)
-    assert work.state is State.DONE
     arrival = next_arrival(pair.rx, pair.sender, pair.receiver)
     assert (arrival.slot, arrival.nbytes, arrival.header) == (5, 4097, b"h")
     assert arrival.region.tensor.data_ptr() != region.tensor.data_ptr()
     assert arrival.region.tensor.tolist() == [7] * 4097
     region.tensor[4096] = 9
     assert arrival.region.tensor[4096] == 9
+    pair.sender.progress()
+    assert work.state is State.PENDING
+    pair.rx.release(arrival)
+    until(lambda: work.state is State.DONE, pair.sender)
+
+
+def test_posts_end_as_they_are_released_in_any_order(pair: SimpleNamespace) -> None:
+    region = pair.sender.allocate(64)
+    works = [pair.tx.post_send(region, 64, b"%d" % k, 0) for k in range(3)]
+    got: list[Arrival] = []
+    until(lambda: got.extend(pair.rx.arrivals()) or len(got) == 3, pair.receiver, pair.sender)
+    for k in (1, 0, 2):
+        assert works[k].state is State.PENDING
+        pair.rx.release(got[k])
+        pair.rx.release(got[k])  # said once
+        until(lambda k=k: works[k].state is State.DONE, pair.sender)
+    assert pair.tx.error is None
+
+
+def test_a_receiver_that_releases_what_it_was_not_sent_is_cut_off(pair: SimpleNamespace) -> None:
+    work = pair.tx.post_send(pair.sender.allocate(64), 64, b"", 0)
+    next_arrival(pair.rx, pair.sender, pair.receiver)
+    pair.rx._link.send(Frame(Kind.RELEASED, nbytes=1))
+    until(lambda: pair.tx.error is not None, pair.sender)
+    assert isinstance(pair.tx.error, RemoteProtocolError)
+    assert work.state is State.ERROR and work.error is pair.tx.error
 
 
 def test_a_region_is_mapped_once_and_its_reader_keeps_no_descriptor(pair: SimpleNamespace) -> None:
@@ -202,13 +227,14 @@ def test_a_full_socket_keeps_posts_pending_and_loses_none(pair: SimpleNamespace)
     region = pair.sender.allocate(16)
     headers = [bytes([k % 251]) * 4096 for k in range(400)]
     works = [pair.tx.post_send(region, k % 17, header, k) for k, header in enumerate(headers)]
-    assert works[0].state is State.DONE
-    assert works[-1].state is State.PENDING
     assert not pair.tx.drain(0.05)
     got: list[Arrival] = []
     until(lambda: got.extend(pair.rx.arrivals()) or len(got) == 400, pair.receiver, pair.sender)
     assert [(a.header, a.slot, a.nbytes) for a in got] == [(h, k, k % 17) for k, h in enumerate(headers)]
-    assert {work.state for work in works} == {State.DONE}
+    assert {work.state for work in works} == {State.PENDING}
+    for arrival in got:
+        pair.rx.release(arrival)
+    until(lambda: all(work.state is State.DONE for work in works), pair.sender, pair.receiver)
     assert pair.tx.drain(0.0)
 
 
@@ -336,7 +362,7 @@ def raw_socket(receiver: LocalEndpoint) -> socket.socket:
     return sock
 
 
-def hello(key: bytes = KEY, version: int = 1) -> tuple[bytes, list[int]]:
+def hello(key: bytes = KEY, version: int = VERSION) -> tuple[bytes, list[int]]:
     return Frame(Kind.HELLO, region=version, tail=key).pack(), []
 
 
@@ -436,7 +462,7 @@ def is_closed(sock: socket.socket) -> bool:
     return True
 
 
-@pytest.mark.parametrize("first", [hello(b"\0" * 16), hello(KEY[:15]), hello(KEY, 2), offered, (b"\x04", [])])
+@pytest.mark.parametrize("first", [hello(b"\0" * 16), hello(KEY[:15]), hello(KEY, VERSION + 1), offered, (b"\x04", [])])
 def test_without_the_lane_key_nothing_is_looked_at_and_the_lane_stays_open(first: Any) -> None:
     sender, receiver = make("send"), make("receive")
     rx = receiver.listen(KEY, [])

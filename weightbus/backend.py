@@ -2,7 +2,7 @@
 
 Post and test. Core owns waiting, deadlines, retries and flow control; a backend never sleeps, except in `connect`,
 `connect_group`, `drain` and `close`, which core calls on a helper thread with a timeout. Every other method is called
-on the bus thread only and returns at once.
+by one thread at a time, the bus thread or the guest it lends its turn to, and returns at once.
 
 One refit over a point-to-point lane, step by step:
 
@@ -11,10 +11,9 @@ One refit over a point-to-point lane, step by step:
 2. sender: ``tx = ep.connect(address, lane_key, timeout)``.
 3. sender, bucket k: ``work = tx.post_send(region, nbytes, header, slot=k % N)``, then ``ep.progress()`` until
    ``work.state`` is DONE or ERROR. DONE: the sender's memory may be changed.
-   With `shares_memory` it may be changed only once core has the reader's credit too.
 4. receiver: ``ep.progress()``, then ``for a in rx.arrivals()``: all bytes and the header of `a` are here.
    Core loads, then ``rx.release(a)``, and sends the credit over the control plane. Until that credit core posts nothing
-   into this slot again.
+   into this slot again. With `shares_memory` the release itself ends the sender's Work, which stands for the credit.
 
 Where `header_with_bytes` is False (collectives) core has delivered the header over the control plane first and the
 receiver calls ``rx.post_recv(slot, nbytes, header)``; the arrival follows once the operation has ended.
@@ -55,7 +54,8 @@ class Capabilities:
         forward: an arrived region may be posted on to the next receiver (chain fan-out).
         in_process_pair: both ends may live in one process, on different endpoints.
         same_host_only: both ends must be on one host.
-        shares_memory: the arriving region IS the sender's memory; receivers allocate no slots (`listen` gets none).
+        shares_memory: the arriving region IS the sender's memory; receivers allocate no slots (`listen` gets none). A
+            Work is DONE when the reader has released it.
     """
 
     devices: frozenset[str] = frozenset({"cpu"})
@@ -227,7 +227,7 @@ class Channel(ABC):
 
     @abstractmethod
     def release(self, arrival: Arrival) -> None:
-        """The reader is done with `arrival`. Local; core sends the credit."""
+        """The reader is done with `arrival`. Local, and core sends the credit; with `shares_memory` it ends the Work."""
 
     @property
     @abstractmethod

@@ -174,7 +174,7 @@ class WeightBus:
             run_id: names the run that versions count in; random by default.
             stall_timeout: seconds without progress after which a peer is excluded.
             finish_timeout: seconds an engine may take from COMMIT to serving.
-            events: called with `Event`, on the bus thread.
+            events: called with `Event`, on the bus thread or in this end's own waiting caller.
 
         Raises:
             ConfigError: all wrong settings at once; nothing was bound or allocated.
@@ -242,7 +242,7 @@ class WeightBus:
             stall_timeout_s=stall_timeout,
             finish_timeout_s=finish_timeout,
         )
-        bus = cls(Reactor(f"sender/{rank}"))
+        bus = cls(Reactor(f"sender/{rank}", lends=_lends(loaded, where)))
         if rank == 0:
             bus._make(lambda: bus._coordinate(coordination, config, loaded, guarded(events)))
         else:
@@ -368,7 +368,7 @@ class WeightBus:
             max_device_bytes: the same for device memory.
             token: shared secret; default ``WEIGHTBUS_TOKEN``.
             advertise: IP address under which senders reach this host's data plane; None: found by the route.
-            events: called with `Event`, on the bus thread.
+            events: called with `Event`, on the bus thread or in this end's own waiting caller.
 
         Raises:
             ConfigError: all wrong settings at once.
@@ -440,7 +440,7 @@ class WeightBus:
             adapter_options: for the adapter's constructor.
             token: shared secret; default ``WEIGHTBUS_TOKEN``.
             bind_host: local address for the channel to the ranks; None: found by the route to `address`.
-            events: called with `Event`, on the bus thread.
+            events: called with `Event`, on the bus thread or in this end's own waiting caller.
         """
         faults = Faults()
         faults.get(lambda: check_receiver(address=address, engine=engine, ranks=ranks), None)
@@ -466,7 +466,8 @@ class WeightBus:
     def _member_bus(
         cls, config: MemberConfig, backend: Backend, adapter: Adapter, events: EventHandler | None
     ) -> WeightBus:
-        bus = cls(Reactor(f"{config.engine}/{config.serves[0] if config.serves else 'driver'}"))
+        name = f"{config.engine}/{config.serves[0] if config.serves else 'driver'}"
+        bus = cls(Reactor(name, lends=_lends(backend, config.device)))
 
         def make() -> None:
             member = MemberSide(bus._reactor, config, backend, adapter, guarded(events))
@@ -688,8 +689,11 @@ class _Use:
         self._bus._reactor.check()
         if not self._bus._lock.acquire(blocking=False):
             raise EndpointBusy("this bus is in use by another thread", advice="Use one bus from one thread at a time.")
+        if not torch.is_inference_mode_enabled() and torch.get_default_device().type == "cpu":
+            self._bus._reactor.attach()  # elsewhere it would make other tensors than the bus thread
 
     def __exit__(self, *_: object) -> None:
+        self._bus._reactor.detach()
         self._bus._lock.release()
 
 
@@ -733,6 +737,13 @@ def _check_backend(
         advice.append("direct=True needs 'local' or 'nixl'.")
     if wrong:
         raise ConfigError("; ".join(wrong), advice=" ".join(advice))
+
+
+def _lends(backend: Backend, device: torch.device) -> bool:
+    """Whether posting and testing are cheap, so that a waiting caller may do it: no bytes are moved by the CPU in them."""
+    if backend is NO_BACKEND or backend.capabilities.multicast:
+        return False
+    return backend.capabilities.shares_memory or device.type == "cuda"
 
 
 def _data_host(address: str | None, advertise: str | None) -> str | None:

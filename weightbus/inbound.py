@@ -559,7 +559,8 @@ class RankSet:
         def free() -> None:
             if lane.channel is channel:
                 lane.release(landed)
-                self._tell(m.Credit(refit=run.offer.refit, lane=lane.id, bucket=landed.index))
+                if not lane.shares:
+                    self._tell(m.Credit(refit=run.offer.refit, lane=lane.id, bucket=landed.index))
 
         if lane.onward.holds(landed.index):
             self._releasing.append((lambda: not lane.onward.holds(landed.index), free))

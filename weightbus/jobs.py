@@ -123,7 +123,7 @@ class Jobs:
         """The consumer has run `job`."""
         job.result, job.error = result, error
         job.done = True
-        self._reactor.wake()
+        self._reactor.turn()
 
     def execute(self, job: Job) -> None:
         """Run a job to its end; its exception goes to the bus thread, not to the caller."""

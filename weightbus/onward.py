@@ -56,7 +56,7 @@ class Onward:
                     self._capabilities,
                     verify,
                     message.stall_timeout_s,
-                    lambda lane: True,
+                    lambda lane, bucket: None,
                     lambda lane, slot, nbytes, header: None,
                     deadline,
                 )

@@ -56,7 +56,7 @@ class Outbound:
 
     Args:
         stall_timeout_s: a lane with something outstanding that has not moved for so long is given up.
-        quiet: whether a lane's reader said that it no longer touches memory of this refit.
+        released: told that a lane's reader has released a bucket, where that is the end of its operation.
         header_ahead: called before posting where the backend cannot carry headers.
         deadline: of the refit; what is left of it bounds each operation.
         behind: lanes that get these buckets from a reader of this channel.
@@ -70,7 +70,7 @@ class Outbound:
         capabilities: Capabilities,
         verify: bool,
         stall_timeout_s: float,
-        quiet: Callable[[str], bool],
+        released: Callable[[str, int], None],
         header_ahead: Callable[[str, int, int, bytes], None],
         deadline: Deadline,
         behind: tuple[str, ...] = (),
@@ -78,7 +78,7 @@ class Outbound:
         self.refit, self.link, self.slots = refit, link, slots
         self.behind, self._deadline = behind, deadline
         self._left: tuple[str, ...] = ()  # members of the group that others of it wait for in vain
-        self._stall_s, self._quiet = stall_timeout_s, quiet
+        self._stall_s, self._released = stall_timeout_s, released
         self._moved_s = time.monotonic()
         self.lanes = set(link.lanes)
         self.works: dict[int, Work] = {}
@@ -116,23 +116,12 @@ class Outbound:
         """The sender's memory of `bucket` is still needed here."""
         if any(post.bucket == bucket for post in self._queue):
             return True
-        if bucket in self.works:
-            return True
-        if self._shares and bucket < self.posted and self.lanes and not self.credited(bucket):
-            return True
-        return self.held_by_leavers(bucket)
+        return bucket in self.works
 
     def held_by_leavers(self, bucket: int) -> bool:
         """A reader that was dropped, or an operation towards it, may still touch the memory of `bucket`."""
-        leavers = [lane for lane in self.link.lanes if lane not in self.lanes]
-        if not leavers:
-            return False
         work = self.works.get(bucket)
-        if work is not None and work.state is State.PENDING:
-            return True
-        if not self._shares or bucket >= self.posted or self.link.channel.error is not None:
-            return False
-        return not all(bucket in self._credits[lane] or self._quiet(lane) for lane in leavers)
+        return len(self.lanes) < len(self.link.lanes) and work is not None and work.state is State.PENDING
 
     @property
     def moves(self) -> bool:
@@ -141,8 +130,8 @@ class Outbound:
 
     @property
     def idle(self) -> bool:
-        """No operation of this refit is open."""
-        return not self.works
+        """No operation of this refit moves bytes any more."""
+        return self._shares or not self.works
 
     def tick(self) -> bool:
         moved = False
@@ -153,6 +142,10 @@ class Outbound:
                 self._moved_s = time.monotonic()
                 if work.state is State.ERROR and self.error is None:
                     self._fail(work.error, bucket)
+                elif self._shares:
+                    for lane in self.lanes:
+                        self._credits[lane].add(bucket)
+                        self._released(lane, bucket)
         if self.error is None and self.link.channel.error is not None and self.lanes:
             self._fail(self.link.channel.error, None)
             moved = True
@@ -477,7 +470,7 @@ class SendRun:
         slot = bucket % self._pool.count
         post = Post(bucket, slot, self._pool.regions[slot], packed.used_bytes, 0, plan_digest, total)
         self._waiting.append((post, packed.pending, page))
-        self._reactor.wake()
+        self._reactor.turn()
 
     # ---- the bus thread
 
@@ -535,7 +528,7 @@ class SendRun:
 
     @property
     def polling(self) -> bool:
-        return self.changed or (self.go and bool(self._waiting)) or any(o.works for o in self.outbounds)
+        return self.changed or (self.go and bool(self._waiting)) or any(o.moves and o.works for o in self.outbounds)
 
     def end(self) -> None:
         """The refit is over: nothing more is posted, the caller only drains."""

@@ -1,13 +1,15 @@
 """The one thread of a bus and the one place that waits.
 
-All protocol state is changed on this thread only. Other threads hand in closures (`submit`) and wait on what the thread
-changes (`wait`). A protocol that has steps is a script: a generator that yields `Wait(predicate, deadline)` and is
+All protocol state is changed on the bus thread only, or by the guest that it lends its turn to: a caller in send, recv or
+drive that waits does the work itself, so that nobody has to be woken. Other threads hand in closures (`submit`) and wait on
+what these change (`wait`). A protocol that has steps is a script: a generator that yields `Wait(predicate, deadline)` and is
 resumed with True when the predicate holds, with False when the deadline has passed. A script that raises ends alone.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -23,7 +25,9 @@ from weightbus.errors import EndpointClosed, LocalProtocolError, RefitAborted, W
 
 log = logging.getLogger("weightbus")
 
-IDLE_POLL_MS = 50
+IDLE_POLL_S = 0.05
+AWAY_S = 5e-3  # a guest that packs or loads for longer is stood in for
+RECENT_S = 0.1
 ASK_AGAIN_S = (30e-6, 1e-3)  # at least, at most: what has been quiet for long is asked less often
 SPIN_S = 500e-6  # after an event the next is awaited awake: waking a thread costs more than most answers take
 SPIN_CORES = 4  # but not where the core is wanted for packing and loading
@@ -80,13 +84,17 @@ class _Waiter:
 class Reactor:
     """Runs services and scripts on one daemon thread.
 
+    Args:
+        lends: a caller in send, recv or drive may do the thread's work while it waits.
+
     Attributes:
         failure: what ended the thread.
         on_broken: told when a script has ended by an exception that it did not handle itself.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, lends: bool = False) -> None:
         self.name = name
+        self._lends = lends
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()
@@ -99,6 +107,12 @@ class Reactor:
         self._pid = os.getpid()
         self.failure: BaseException | None = None
         self.on_broken: Callable[[WeightBusError], None] = lambda error: None
+        self._guest = 0  # the thread that may take the turn
+        self._turn = threading.Lock()  # whoever has it does the work; the bus thread's by default
+        self._wanted = self._inside = self._again = False  # the guest wants the turn; it has it and waits
+        self._left_s = self._last_s = 0.0
+        self._recall = threading.Event()
+        self._poller, self._watched = zmq.Poller(), list[Any]()
         self._thread = threading.Thread(target=self._run, name=f"weightbus-{name}", daemon=True)
         self._thread.start()
 
@@ -117,9 +131,9 @@ class Reactor:
             raise EndpointClosed(f"{self.name} is closed")
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Run `call` on the thread, soon. From any thread."""
+        """Run `call` on the thread, soon; at once where the calling thread has its turn. From any thread."""
         self._calls.append(call)
-        self.wake()
+        self.turn()
 
     def wake(self) -> None:
         with self._wake_lock:  # else the descriptor could be closed, and be another's, by the time it is written to
@@ -150,6 +164,8 @@ class Reactor:
 
         The bus thread looks at the predicate too, and wakes this one only when it holds: it must be cheap and pure.
         """
+        if self._guest == threading.get_ident():
+            return self._wait_turning(predicate, deadline)
         waiter = _Waiter(predicate)
         self._waiters.append(waiter)
         try:
@@ -175,11 +191,82 @@ class Reactor:
         with self._wake_lock:
             self._stop = True
             os.eventfd_write(self._wake, 1)
+        self._recall.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(10)
+        self._turn.acquire(timeout=10)  # the guest may be polling
         self.context.destroy(linger=200)
         os.close(self._wake)
         self.notify()
+
+    # ---- the guest
+
+    def attach(self) -> None:
+        """Lend the turn to the calling thread until `detach`: it does the work whenever it waits.
+
+        An exception of a signal handler (KeyboardInterrupt) that comes while the guest waits leaves the bus as it is; in the
+        midst of a step it ends it.
+        """
+        if self._lends:
+            self._recall.clear()
+            self._guest = threading.get_ident()
+
+    def detach(self) -> None:
+        if self._guest == threading.get_ident():
+            self._guest = 0
+            self._recall.set()
+
+    def turn(self) -> None:
+        """Act on what was just handed in: here, where the calling thread may; else soon."""
+        if self._guest == threading.get_ident() and self._turn.acquire(blocking=False):
+            try:
+                self._once(0.0)
+            finally:
+                self._left()
+        else:
+            self.wake()
+
+    def _wait_turning(self, predicate: Callable[[], bool], deadline: Deadline) -> bool:
+        while not predicate():
+            self.check()
+            if deadline.expired:
+                return False
+            if self._take_turn():
+                try:
+                    self._inside = True
+                    while not (predicate() or self._over or deadline.expired):
+                        self._once(deadline.remaining_s(at_most=IDLE_POLL_S))
+                finally:
+                    self._left()
+        return True
+
+    @property
+    def _over(self) -> bool:
+        return self._stop or self.failure is not None
+
+    def _take_turn(self) -> bool:
+        if self._turn.acquire(blocking=False):
+            return True
+        self._wanted = True
+        try:
+            self.wake()
+            return self._turn.acquire(timeout=0.25)
+        finally:
+            self._wanted = False
+
+    def _left(self) -> None:
+        self._inside, self._left_s = False, time.monotonic()
+        self._turn.release()
+
+    def _lend(self) -> None:
+        """The bus thread stands aside while the guest keeps coming."""
+        self._turn.release()
+        while self._guest and not self._over:
+            busy = time.monotonic() - self._left_s < RECENT_S
+            self._recall.wait(AWAY_S if busy else IDLE_POLL_S)
+            if not self._inside and time.monotonic() - self._left_s > AWAY_S and not self._wanted:
+                break
+        self._turn.acquire()
 
     # ---- the thread
 
@@ -236,35 +323,51 @@ class Reactor:
         stepped = self._step_scripts()
         return moved or stepped, stepped
 
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        watched: list[Any] = []
-        last_s = 0.0
-        again = False
+    def _once(self, limit_s: float) -> None:
+        """Wait for something, `limit_s` at most, and act on it; by whoever has the turn."""
+        sources = [self._wake, *(s for service in self._services for s in service.sources())]
+        if sources != self._watched:
+            self._poller, self._watched = zmq.Poller(), sources
+            for source in sources:
+                self._poller.register(source, zmq.POLLIN)
+        polling = any(service.polling for service in self._services)
+        # a caller that was woken, or packs, or loads, wants the interpreter for itself
+        asleep = self._inside or (bool(self._waiters) and all(w.gate.locked() for w in tuple(self._waiters)))
+        awake = asleep and time.monotonic() - self._last_s < self._spin_s
+        now = self._again or polling or awake or bool(self._calls)
         try:
-            while not self._stop:
-                sources = [self._wake, *(s for service in self._services for s in service.sources())]
-                if sources != watched:
-                    poller, watched = zmq.Poller(), sources
-                    for source in sources:
-                        poller.register(source, zmq.POLLIN)
-                polling = any(service.polling for service in self._services)
-                # a caller that was woken, or packs, or loads, wants the interpreter for itself
-                asleep = bool(self._waiters) and all(waiter.gate.locked() for waiter in tuple(self._waiters))
-                awake = asleep and time.monotonic() - last_s < self._spin_s
-                events = poller.poll(0 if again or polling or awake else IDLE_POLL_MS)
-                fired = {source for source, _ in events}
-                if self._wake in fired:
-                    os.eventfd_read(self._wake)
-                elif polling and not (fired or awake or again):
-                    quiet_s = time.monotonic() - last_s
-                    time.sleep(min(max(quiet_s / 50, ASK_AGAIN_S[0]), ASK_AGAIN_S[1]))
-                moved, again = self._pass(fired)
-                if moved:
-                    last_s = time.monotonic()
-                    self.notify()
+            fired = {source for source, _ in self._poller.poll(0 if now else math.ceil(limit_s * 1e3))}
+        except Exception as exc:
+            self._fail(exc)
+            return
+        if self._wake in fired:
+            os.eventfd_read(self._wake)
+        elif polling and limit_s and not (fired or awake or self._again):
+            quiet_s = time.monotonic() - self._last_s
+            time.sleep(min(max(quiet_s / 50, ASK_AGAIN_S[0]), ASK_AGAIN_S[1]))
+        try:
+            moved, self._again = self._pass(fired)
+            if moved:
+                self._last_s = time.monotonic()
+                self.notify()
         except BaseException as exc:
-            if not self._stop:
-                self.failure = exc
-                log.exception("the thread of %s failed", self.name)
-            self.notify()
+            self._fail(exc)
+            if not isinstance(exc, Exception):
+                raise
+
+    def _fail(self, exc: BaseException) -> None:
+        if not self._over:
+            self.failure = exc
+            log.exception("the thread of %s failed", self.name, exc_info=exc)
+        self.notify()
+
+    def _run(self) -> None:
+        with self._turn:
+            try:
+                while not self._over:
+                    if self._wanted or (self._guest and time.monotonic() - self._left_s < AWAY_S):
+                        self._lend()
+                    else:
+                        self._once(IDLE_POLL_S)
+            except BaseException as exc:
+                self._fail(exc)

@@ -132,7 +132,7 @@ class SlowWarning:
 
 @attrs.frozen(kw_only=True)
 class Event:
-    """One step, told to the `events` callback and to logger ``weightbus``, from the bus thread: return at once.
+    """One step, told to the `events` callback and to logger ``weightbus``, from the bus thread or its guest: return at once.
 
     Attributes:
         kind: joined, lost, started, bucket, ended.

@@ -536,7 +536,7 @@ class SenderSide:
                 self._backend.capabilities,
                 self._config.verify,
                 message.stall_timeout_s,
-                self._is_quiet(message.refit),
+                self._released(message.refit),
                 self._header_ahead(message.refit),
                 Deadline.after(message.timeout_s),
                 spec.behind,
@@ -573,6 +573,14 @@ class SenderSide:
 
     def _is_quiet(self, refit: str) -> Callable[[str], bool]:
         return lambda lane: self._quiet.get(lane) == refit
+
+    def _released(self, refit: str) -> Callable[[str, int], None]:
+        def released(lane: str, bucket: int) -> None:
+            self._tell(m.Credit(refit=refit, lane=lane, bucket=bucket))
+            if self._send is not None and self._send.run is not None:
+                self._emit("bucket", self._send.run, bucket + 1)
+
+        return released
 
     def _header_ahead(self, refit: str) -> Callable[[str, int, int, bytes], None]:
         def ahead(lane: str, slot: int, nbytes: int, header: bytes) -> None:

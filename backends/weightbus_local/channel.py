@@ -78,6 +78,8 @@ class SendChannel(Channel):
         self._link = link
         self._owns = owns
         self._offers: dict[int, Offer] = {}
+        self._reading: dict[int, PostedWork] = {}  # by the number of the post
+        self._posts = 0
         link.watch(self._ready)
         link.send(Frame(Kind.HELLO, region=VERSION, tail=lane_key))
 
@@ -100,8 +102,11 @@ class SendChannel(Channel):
         if len(header) > MAX_HEADER_BYTES or not 0 <= slot < 1 << 32:
             raise LocalProtocolError(f"A header of {len(header)} bytes for slot {slot} cannot be posted.")
         self.offer(region.handle)
-        work = PostedWork()
-        self._link.send(Frame(Kind.POST, region.handle.frame.region, slot, nbytes, header), work)
+        work = self._reading[self._posts] = PostedWork()
+        self._posts += 1
+        self._link.send(Frame(Kind.POST, region.handle.frame.region, slot, nbytes, header))
+        if self._link.error is not None:
+            self._end_reading(self._link.error)
         return work
 
     def _ready(self) -> None:
@@ -109,12 +114,20 @@ class SendChannel(Channel):
         for frame in self._link.receive():
             if frame.fd >= 0:
                 os.close(frame.fd)
-            if frame.kind is not Kind.DROPPED or self._offers.pop(frame.region, None) is None:
+            if frame.kind is Kind.RELEASED and frame.nbytes in self._reading:
+                self._reading.pop(frame.nbytes).end()
+            elif frame.kind is not Kind.DROPPED or self._offers.pop(frame.region, None) is None:
                 self._link.fail(
-                    RemoteProtocolError("The receiver sent what only a sender sends.", peer=self._link.peer)
+                    RemoteProtocolError("The receiver sent what cannot be said by it now.", peer=self._link.peer)
                 )
         if self._link.error is not None:
             self.close()
+
+    def _end_reading(self, error: WeightBusError) -> None:
+        """The reader has gone, or is of no account any more."""
+        for work in self._reading.values():
+            work.end(error)
+        self._reading.clear()
 
     def arrivals(self) -> list[Arrival]:
         return []
@@ -128,13 +141,15 @@ class SendChannel(Channel):
 
     def drain(self, timeout: float) -> bool:
         deadline = Deadline.after(timeout)
-        while not self._link.idle and not deadline.expired:
+        while self._reading and not deadline.expired:
             time.sleep(0.001)
-            self._link.flush()
-        return self._link.idle
+            self._ready()
+        return not self._reading
 
     def close(self) -> None:
-        self._link.fail(EndpointClosed(_CLOSED, peer=self._link.peer))
+        error = EndpointClosed(_CLOSED, peer=self._link.peer)
+        self._link.fail(error)
+        self._end_reading(self._link.error or error)
         cuda = [offer for offer in self._offers.values() if offer.frame.kind is Kind.MAP_CUDA]
         self._offers.clear()
         if cuda and self._link.sock.fileno() >= 0:
@@ -179,7 +194,8 @@ class ReceiveChannel(Channel):
         self._error: WeightBusError | None = None
         self._mappings: dict[int, _Mapping] = {}
         self._arrived: list[Arrival] = []
-        self._leased: dict[Arrival, _Mapping] = {}
+        self._leased: dict[Arrival, tuple[int, _Mapping]] = {}  # with the number of the post
+        self._posts = 0
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.setblocking(False)
         try:
@@ -270,7 +286,8 @@ class ReceiveChannel(Channel):
             )
         arrival = Arrival(header=frame.tail, region=mapping.region, slot=frame.slot, nbytes=frame.nbytes)
         mapping.leases += 1
-        self._leased[arrival] = mapping
+        self._leased[arrival] = (self._posts, mapping)
+        self._posts += 1
         self._arrived.append(arrival)
 
     def _unmap_if_free(self, number: int, mapping: _Mapping) -> None:
@@ -309,13 +326,16 @@ class ReceiveChannel(Channel):
         return arrived
 
     def release(self, arrival: Arrival) -> None:
-        mapping = self._leased.pop(arrival, None)
-        if mapping is None:
+        if arrival not in self._leased:
             return
+        post, mapping = self._leased.pop(arrival)
         mapping.leases -= 1
         if self._error is not None:
             self._end(self._error)
-        elif mapping.retired:
+            return
+        if self._link is not None:
+            self._link.send(Frame(Kind.RELEASED, nbytes=post))
+        if mapping.retired:
             number = next(key for key, value in self._mappings.items() if value is mapping)
             self._unmap_if_free(number, mapping)
 

@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 import attrs
 
-from weightbus.backend import MAX_HEADER_BYTES, PostedWork
+from weightbus.backend import MAX_HEADER_BYTES
 from weightbus.errors import PeerLost, ProtocolError, RemoteProtocolError, TransportError, WeightBusError
 
-VERSION = 1
+VERSION = 2
 _FRAME = struct.Struct("<BIIQ")
 _MAX_FRAME = _FRAME.size + MAX_HEADER_BYTES
 _MAX_FDS = 4
@@ -27,7 +27,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class Kind(enum.IntEnum):
-    """What a frame says. All but DROPPED go from the sender to the receiver."""
+    """What a frame says. DROPPED and RELEASED go from the receiver to the sender, all others the other way."""
 
     HELLO = 1  # tail: lane key; region: protocol version
     MAP_HOST = 2  # a memfd goes with it
@@ -35,6 +35,7 @@ class Kind(enum.IntEnum):
     POST = 4  # tail: the header
     UNMAP = 5
     DROPPED = 6  # the receiver has unmapped this region
+    RELEASED = 7  # it no longer reads post number `nbytes`, counted from 0
 
 
 @attrs.frozen
@@ -45,7 +46,7 @@ class Frame:
         kind: what it says.
         region: number of a region, given by the sender.
         slot: of a post.
-        nbytes: of a region or a post.
+        nbytes: of a region or a post; of RELEASED the number of the post.
         tail: see `Kind`.
         fd: descriptor that goes with it, or -1; owned by the link until it is handed on.
     """
@@ -130,7 +131,7 @@ class Link:
         self.error: WeightBusError | None = None
         self._poller = poller
         self._fd = sock.fileno()
-        self._queue: deque[tuple[Frame, PostedWork | None]] = deque()
+        self._queue: deque[Frame] = deque()
         self._lock = threading.Lock()  # drain and progress may meet
 
     def watch(self, ready: Callable[[], None]) -> None:
@@ -142,13 +143,11 @@ class Link:
     def idle(self) -> bool:
         return not self._queue
 
-    def send(self, frame: Frame, work: PostedWork | None = None) -> None:
-        """Queue a frame and send what goes without blocking. `work` ends when the kernel has the frame."""
+    def send(self, frame: Frame) -> None:
+        """Queue a frame and send what goes without blocking."""
         if self.error is None:
-            self._queue.append((frame, work))
+            self._queue.append(frame)
             self.flush()
-        elif work is not None:
-            work.end(self.error)
 
     def flush(self) -> None:
         """Send what goes without blocking."""
@@ -159,7 +158,7 @@ class Link:
                 self._poller.want_write(self._fd, bool(self._queue))
 
     def _send_one(self) -> bool:
-        frame, work = self._queue[0]
+        frame = self._queue[0]
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [frame.fd]))] if frame.fd >= 0 else []
         try:
             self.sock.sendmsg([frame.pack()], rights, socket.MSG_NOSIGNAL)
@@ -174,8 +173,6 @@ class Link:
             self.fail(TransportError(f"Sending failed: {exc}", peer=self.peer))
             return False
         self._queue.popleft()
-        if work is not None:
-            work.end()
         return True
 
     def receive(self) -> list[Frame]:
@@ -221,14 +218,11 @@ class Link:
         return frame
 
     def fail(self, error: WeightBusError) -> None:
-        """End the connection's use; frames that had not left end in `error`. The socket stays open until `close`."""
+        """End the connection's use. The socket stays open until `close`."""
         if self.error is None:
             self.error = error.with_traceback(None)  # its frames would keep mappings alive
             self._poller.remove(self._fd)
-            while self._queue:
-                _, work = self._queue.popleft()
-                if work is not None:
-                    work.end(error)
+            self._queue.clear()
 
     def close(self, error: WeightBusError) -> None:
         self.fail(error)

@@ -118,6 +118,8 @@ class Coordinator:
             run.connected.add(rank)
         elif isinstance(message, m.LaneFailed):
             self._fail_lane(run, message.lane, message.error.to_error())
+        elif isinstance(message, m.Credit):
+            run.released(message)
         elif isinstance(message, m.SourceEnd):
             run.source_ends[rank] = message
             if message.error is not None:

@@ -207,8 +207,16 @@ class RefitRun:
         lane = self.lanes.get(credit.lane)
         if lane is None or lane.engine is not e:  # nobody frees a slot that another reads
             return
-        lane.credited = max(lane.credited, credit.bucket + 1)
         self._to_writer(lane, credit)
+        self.released(credit)
+
+    def released(self, credit: m.Credit) -> None:
+        """A lane's reader has released a bucket: its engine is alive, and senders without a lane may go on."""
+        lane = self.lanes.get(credit.lane)
+        if lane is None:
+            return
+        lane.engine.touch()
+        lane.credited = max(lane.credited, credit.bucket + 1)
         slowest = min((x.credited for x in self.lanes.values() if x.engine.active), default=0)
         if slowest > self.paced:
             self.paced = slowest

@@ -129,9 +129,10 @@ class Lane:
     def send(self, bucket: int, data: bytes, header: bytes = b"h") -> Landed:
         """Move `data` through one bucket, to the end, and release it."""
         self.sender.write(self.buckets[bucket], data)
-        self.finish(self.post(bucket, len(data), header))
+        work = self.post(bucket, len(data), header)
         landed = self.take(1)[0]
         self.receiver.release()
+        self.finish(work)
         return landed
 
 
@@ -479,9 +480,10 @@ class BackendConformance(StandardSuite):
         for k in range(16):
             pair.sender.write(pair.buckets[k], pattern(k, 500 + k % 12))
             works.append(pair.post(k, 500 + k % 12, b"%d" % k))
+        landed = pair.take(16)
+        pair.receiver.release()
         for work in works:
             pair.finish(work)
-        landed = pair.take(16)
         assert [item.header for item in landed] == [b"%d" % k for k in range(16)], "in order of posting"
         assert [item.slot for item in landed] == list(range(16))
         assert all(item.data == pattern(k, 500 + k % 12) for k, item in enumerate(landed))
@@ -501,7 +503,7 @@ class BackendConformance(StandardSuite):
     @pytest.mark.parametrize("nbytes", [64, 1 << 20])
     def test_done_gives_the_source_back(self, lane: Callable[..., Lane], made: Backend, nbytes: int) -> None:
         if made.capabilities.shares_memory:
-            pytest.skip(f"{made.name} shares the sender's memory until the credit")
+            pytest.skip(f"{made.name} shares the sender's memory until the reader's release")
         pair = lane(nbytes=1 << 20)
         pair.sender.write(pair.buckets[0], pattern(1, nbytes))
         work = pair.post(0, nbytes)
@@ -520,6 +522,26 @@ class BackendConformance(StandardSuite):
         pair.sender.write(pair.buckets[1], pattern(2, 64))
         pair.post(1, 64)
         assert pair.take(1)[0].data == pattern(2, 64)
+
+    def test_shared_memory_is_the_readers_until_its_release(self, lane: Callable[..., Lane], made: Backend) -> None:
+        need(made, "shares_memory")
+        pair = lane()
+        works = [pair.post(bucket, 64) for bucket in (0, 1)]
+        pair.take(2)
+        for _ in range(100):
+            pair.sender.pump()
+        assert [pair.sender.state(work) for work in works] == ["pending", "pending"]
+        pair.receiver.release()
+        for work in works:
+            pair.finish(work)
+
+    def test_a_reader_that_closes_ends_what_it_has_not_released(self, lane: Callable[..., Lane], made: Backend) -> None:
+        need(made, "shares_memory")
+        pair = lane()
+        work = pair.post(0, 64)
+        pair.take(1)
+        pair.receiver.close()
+        until(lambda: pair.sender.state(work) == "error", pair.sender, what="the work ends")
 
     def test_callers_memory_can_be_sent(self, lane: Callable[..., Lane], made: Backend) -> None:
         if made.capabilities.shares_memory:
@@ -556,8 +578,9 @@ class BackendConformance(StandardSuite):
             sender.write(pair.buckets[0], pattern(index, 2000))
             works.append(pair.post(0, 2000, b"%d" % index))
         for index, pair in enumerate(lanes):
-            pair.finish(works[index])
             landed = pair.take(1)[0]
+            pair.receiver.release()
+            pair.finish(works[index])
             assert (landed.header, landed.data) == (b"%d" % index, pattern(index, 2000))
 
     def test_a_wrong_lane_key_gets_nothing_in(self, world: World, made: Backend, place: str) -> None:
