@@ -18,7 +18,7 @@ import typer.main
 
 import weightbus
 from weightbus import errors
-from weightbus.config import DEFAULT_BUCKET_BYTES
+from weightbus.config import BUCKET_BYTES, SHARED_BUCKET_BYTES
 from weightbus.control import messages, security, wire
 from weightbus.digest import host_digest
 from weightbus.errors import WeightBusError
@@ -238,7 +238,8 @@ def test_limits_of_the_pages() -> None:
     assert f"every {wire.HEARTBEAT_MS // 1000} s, timeout and TTL {wire.HEARTBEAT_TIMEOUT_MS // 1000} s" in page
     assert f"every {wire.PING_S:g} s" in page
     tuning = text("docs/tuning.md")
-    assert f"{DEFAULT_BUCKET_BYTES['cpu'] >> 20} MiB; CUDA {DEFAULT_BUCKET_BYTES['cuda'] >> 30} GiB" in tuning
+    sizes = f"`local` {SHARED_BUCKET_BYTES >> 20} MiB, others {BUCKET_BYTES['cpu'] >> 20} MiB; CUDA {BUCKET_BYTES['cuda'] >> 30} GiB"
+    assert sizes in tuning
     defaults = {name: p.default for name, p in inspect.signature(weightbus.WeightBus.sender).parameters.items()}
     assert f"| `stall_timeout` | {defaults['stall_timeout']:g} s |" in tuning
     assert f"| `finish_timeout` | {defaults['finish_timeout']:g} s |" in tuning

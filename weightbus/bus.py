@@ -12,8 +12,17 @@ from typing import Any
 import torch
 
 from weightbus.adapter import Adapter
-from weightbus.backend import Backend
-from weightbus.config import Faults, SizeLike, check_receiver, check_sender, device_of, host_id, parse_bytes
+from weightbus.backend import Backend, Capabilities
+from weightbus.config import (
+    Faults,
+    SizeLike,
+    check_receiver,
+    check_sender,
+    default_bucket_bytes,
+    device_of,
+    host_id,
+    parse_bytes,
+)
 from weightbus.control import messages as m
 from weightbus.control import security
 from weightbus.control.coordinator import Coordinator
@@ -155,7 +164,8 @@ class WeightBus:
             backend: entry-point name, or ``"module:Class"``.
             backend_options: for the backend's constructor.
             device: where buckets live; default the CPU.
-            bucket_bytes: size of a bucket, bytes or text such as ``"512MiB"``; default 32 MiB, on CUDA 1 GiB.
+            bucket_bytes: size of a bucket, bytes or text such as ``"512MiB"``; default 6 MiB with
+                `local`, else 32 MiB; on CUDA 1 GiB.
             slots: buckets per side; 2 overlaps packing, transfer and load.
             lanes: ``"paired"``: receiver r is fed by sender r mod S; ``"broadcast"``: sender 0 feeds all.
             fanout: rank 0: ``"star"``: a sender feeds each of its ranks itself; ``"chain"``: it feeds the first, and
@@ -182,6 +192,8 @@ class WeightBus:
         faults = Faults()
         cpu = torch.device("cpu")
         where = faults.get(lambda: device_of(device), cpu)
+        loaded = faults.get(lambda: load_backend(backend, backend_options), NO_BACKEND)
+        default = default_bucket_bytes(where.type, shared=loaded.capabilities.shares_memory)
         size = faults.get(
             lambda: check_sender(
                 bind=bind,
@@ -194,7 +206,7 @@ class WeightBus:
                 fanout=fanout,
                 cohort=cohort,
                 verify=verify,
-                bucket_bytes=bucket_bytes,
+                bucket_bytes=default if bucket_bytes is None else bucket_bytes,
                 device=where,
                 stall_timeout=stall_timeout,
                 finish_timeout=finish_timeout,
@@ -204,7 +216,6 @@ class WeightBus:
             0,
         )
         token = faults.get(lambda: security.resolve_token(token), None)
-        loaded = faults.get(lambda: load_backend(backend, backend_options), NO_BACKEND)
         faults.get(lambda: _check_backend(loaded, backend, where, direct=direct, chain=fanout == "chain"), None)
         faults.refuse()
         config = SenderConfig(
@@ -701,6 +712,7 @@ class _NoBackend(Backend):
     """Of a driver, which has no lane."""
 
     name = ""
+    capabilities = Capabilities()
 
     def probe(self) -> Any:
         raise LocalProtocolError("a driver has no backend")
@@ -741,9 +753,8 @@ def _check_backend(
 
 def _lends(backend: Backend, device: torch.device) -> bool:
     """Whether posting and testing are cheap, so that a waiting caller may do it: no bytes are moved by the CPU in them."""
-    if backend is NO_BACKEND or backend.capabilities.multicast:
-        return False
-    return backend.capabilities.shares_memory or device.type == "cuda"
+    able = backend.capabilities
+    return (able.shares_memory or device.type == "cuda") and not able.multicast
 
 
 def _data_host(address: str | None, advertise: str | None) -> str | None:

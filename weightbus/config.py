@@ -20,7 +20,8 @@ UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 MAX_RANKS = 65536
 NOTHING_DONE = "Nothing was bound or allocated."
-DEFAULT_BUCKET_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}
+BUCKET_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}
+SHARED_BUCKET_BYTES = 6 << 20  # the reader finds in the cache what was packed, with two slots and other tenants
 
 
 Value = TypeVar("Value")
@@ -77,7 +78,7 @@ def device_of(device: str | torch.device | None) -> torch.device:
         found = torch.device(device or "cpu")
     except (RuntimeError, TypeError) as exc:
         raise ConfigError(f"{device!r} is not a device: {exc}", advice="Write 'cpu' or 'cuda:0'.") from exc
-    if found.type not in DEFAULT_BUCKET_BYTES:
+    if found.type not in BUCKET_BYTES:
         raise ConfigError(f"no bucket can live on {device!r}", advice="Write 'cpu' or 'cuda:0'.")
     if found.type == "cuda":
         if not torch.cuda.is_available():
@@ -155,6 +156,11 @@ def _memory(bound: SizeLike | None, name: str, need: int, wrong: list[str]) -> N
         wrong.append(f"slots x bucket_bytes is {need} bytes, {name} is {size}")
 
 
+def default_bucket_bytes(device: str, *, shared: bool) -> int:
+    """For a type of device; `shared`: readers look into the sender's memory."""
+    return SHARED_BUCKET_BYTES if shared and device == "cpu" else BUCKET_BYTES[device]
+
+
 def check_sender(
     *,
     bind: str | None,
@@ -167,7 +173,7 @@ def check_sender(
     fanout: str,
     cohort: str,
     verify: str | bool,
-    bucket_bytes: SizeLike | None,
+    bucket_bytes: SizeLike,
     device: torch.device,
     stall_timeout: float,
     finish_timeout: float,
@@ -195,16 +201,7 @@ def check_sender(
         wrong.append(f"verify is {verify!r}; known: True, False, 'on', 'off'")
     _positive("stall_timeout", stall_timeout, wrong)
     _positive("finish_timeout", finish_timeout, wrong)
-    size = (
-        _size(
-            "bucket_bytes",
-            DEFAULT_BUCKET_BYTES.get(device.type, 32 << 20) if bucket_bytes is None else bucket_bytes,
-            MIN_BUCKET_BYTES,
-            MAX_BUCKET_BYTES,
-            wrong,
-        )
-        or 0
-    )
+    size = _size("bucket_bytes", bucket_bytes, MIN_BUCKET_BYTES, MAX_BUCKET_BYTES, wrong) or 0
     here = {"cpu": ("max_host_bytes", max_host_bytes), "cuda": ("max_device_bytes", max_device_bytes)}[device.type]
     _memory(here[1], here[0], size * slots if isinstance(slots, int) else 0, wrong)
     _refuse(wrong)

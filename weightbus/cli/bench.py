@@ -20,10 +20,10 @@ from rich.console import Console
 from weightbus.cli import baselines, doctor, raw
 from weightbus.cli.measured import Case
 from weightbus.cli.shapes import specs_of
-from weightbus.config import DEFAULT_BUCKET_BYTES, parse_bytes
+from weightbus.config import default_bucket_bytes, parse_bytes
 from weightbus.errors import ConfigError, WeightBusError
 from weightbus.manifest import TensorSpec
-from weightbus.registry import BACKENDS, known
+from weightbus.registry import BACKENDS, known, load_backend
 from weightbus.testing.peers import Peer
 
 CASE_S = 900.0
@@ -178,8 +178,9 @@ def _backends() -> list[str]:
 
 
 def _cases(settings: Settings, model: str, backend: str) -> Iterator[Case]:
+    shared = load_backend(backend).capabilities.shares_memory
     for size in settings.buckets:
-        nbytes = parse_bytes(size) or DEFAULT_BUCKET_BYTES[settings.device]
+        nbytes = parse_bytes(size) or default_bucket_bytes(settings.device, shared=shared)
         for digest in settings.digests:
             for direct in (False, True) if settings.direct else (False,):
                 yield Case(
