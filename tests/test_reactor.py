@@ -47,7 +47,7 @@ class Noted:
 
 @pytest.fixture
 def noted() -> Iterator[tuple[Reactor, Noted]]:
-    reactor, service = Reactor("test", lends=True), Noted()
+    reactor, service = Reactor("test"), Noted()
     reactor.call(lambda: reactor.add(service))
     yield reactor, service
     reactor.close()
@@ -79,14 +79,6 @@ def test_a_guest_that_waits_does_the_work_itself(noted: tuple[Reactor, Noted]) -
     os.write(service.write, b"y")
     assert reactor.wait(lambda: service.got == b"xy", LATER)
     assert me not in service.threads
-
-
-def test_a_reactor_that_does_not_lend_works_on_its_thread_only() -> None:
-    reactor, ran = Reactor("test"), list[int]()
-    reactor.attach()
-    reactor.call(lambda: ran.append(threading.get_ident()))
-    assert ran != [threading.get_ident()]
-    reactor.close()
 
 
 def test_the_bus_thread_stands_in_for_a_guest_that_stays_away(noted: tuple[Reactor, Noted]) -> None:

@@ -106,8 +106,8 @@ class WeightBus:
     Every call blocks to the point its docstring states, with a timeout in seconds.
     """
 
-    def __init__(self, reactor: Reactor) -> None:
-        self._reactor = reactor
+    def __init__(self, reactor: Reactor, lends_on: torch.device | None) -> None:
+        self._reactor, self._lends_on = reactor, lends_on
         self._closers: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._pid = os.getpid()
@@ -253,7 +253,7 @@ class WeightBus:
             stall_timeout_s=stall_timeout,
             finish_timeout_s=finish_timeout,
         )
-        bus = cls(Reactor(f"sender/{rank}", lends=_lends(loaded, where)))
+        bus = cls(Reactor(f"sender/{rank}"), _lends_on(loaded, where))
         if rank == 0:
             bus._make(lambda: bus._coordinate(coordination, config, loaded, guarded(events)))
         else:
@@ -478,7 +478,7 @@ class WeightBus:
         cls, config: MemberConfig, backend: Backend, adapter: Adapter, events: EventHandler | None
     ) -> WeightBus:
         name = f"{config.engine}/{config.serves[0] if config.serves else 'driver'}"
-        bus = cls(Reactor(name, lends=_lends(backend, config.device)))
+        bus = cls(Reactor(name), _lends_on(backend, config.device))
 
         def make() -> None:
             member = MemberSide(bus._reactor, config, backend, adapter, guarded(events))
@@ -656,6 +656,13 @@ class WeightBus:
         """Where members connect, ``tcp://host:port``; publish it."""
         return self._address
 
+    def _lends(self) -> bool:
+        """Whether the calling thread may do the bus thread's work: for torch it must be in the same state."""
+        device = self._lends_on
+        if device is None or torch.is_inference_mode_enabled() or torch.get_default_device().type != "cpu":
+            return False
+        return device.type == "cpu" or device.index == torch.cuda.current_device()
+
     def _use(self) -> _Use:
         return _Use(self)
 
@@ -700,8 +707,8 @@ class _Use:
         self._bus._reactor.check()
         if not self._bus._lock.acquire(blocking=False):
             raise EndpointBusy("this bus is in use by another thread", advice="Use one bus from one thread at a time.")
-        if not torch.is_inference_mode_enabled() and torch.get_default_device().type == "cpu":
-            self._bus._reactor.attach()  # elsewhere it would make other tensors than the bus thread
+        if self._bus._lends():
+            self._bus._reactor.attach()
 
     def __exit__(self, *_: object) -> None:
         self._bus._reactor.detach()
@@ -751,10 +758,10 @@ def _check_backend(
         raise ConfigError("; ".join(wrong), advice=" ".join(advice))
 
 
-def _lends(backend: Backend, device: torch.device) -> bool:
-    """Whether posting and testing are cheap, so that a waiting caller may do it: no bytes are moved by the CPU in them."""
+def _lends_on(backend: Backend, device: torch.device) -> torch.device | None:
+    """The device of a bus whose waiting caller may post and test: where that is cheap, as the CPU moves no bytes in it."""
     able = backend.capabilities
-    return (able.shares_memory or device.type == "cuda") and not able.multicast
+    return device if (able.shares_memory or device.type == "cuda") and not able.multicast else None
 
 
 def _data_host(address: str | None, advertise: str | None) -> str | None:

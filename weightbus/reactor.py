@@ -26,6 +26,7 @@ from weightbus.errors import EndpointClosed, LocalProtocolError, RefitAborted, W
 log = logging.getLogger("weightbus")
 
 IDLE_POLL_S = 0.05
+STEPS = 8
 AWAY_S = 5e-3  # a guest that packs or loads for longer is stood in for
 RECENT_S = 0.1
 ASK_AGAIN_S = (30e-6, 1e-3)  # at least, at most: what has been quiet for long is asked less often
@@ -84,17 +85,13 @@ class _Waiter:
 class Reactor:
     """Runs services and scripts on one daemon thread.
 
-    Args:
-        lends: a caller in send, recv or drive may do the thread's work while it waits.
-
     Attributes:
         failure: what ended the thread.
         on_broken: told when a script has ended by an exception that it did not handle itself.
     """
 
-    def __init__(self, name: str, *, lends: bool = False) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self._lends = lends
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()
@@ -207,9 +204,8 @@ class Reactor:
         An exception of a signal handler (KeyboardInterrupt) that comes while the guest waits leaves the bus as it is; in the
         midst of a step it ends it.
         """
-        if self._lends:
-            self._recall.clear()
-            self._guest = threading.get_ident()
+        self._recall.clear()
+        self._guest = threading.get_ident()
 
     def detach(self) -> None:
         if self._guest == threading.get_ident():
@@ -221,6 +217,10 @@ class Reactor:
         if self._guest == threading.get_ident() and self._turn.acquire(blocking=False):
             try:
                 self._once(0.0)
+                for _ in range(STEPS):  # what one script has done, another may wait for
+                    if not self._again or self._over:
+                        break
+                    self._once(0.0)
             finally:
                 self._left()
         else:
@@ -342,6 +342,8 @@ class Reactor:
             return
         if self._wake in fired:
             os.eventfd_read(self._wake)
+            if self._wanted and not self._inside:
+                return  # the guest does it all
         elif polling and limit_s and not (fired or awake or self._again):
             quiet_s = time.monotonic() - self._last_s
             time.sleep(min(max(quiet_s / 50, ASK_AGAIN_S[0]), ASK_AGAIN_S[1]))

@@ -81,6 +81,9 @@ class UcxEndpoint(Endpoint):
         self._retired: list[tuple[Peer, Any]] = []
         self._blocks: dict[Region, Block] = {}
         self._threads: set[int] = set()
+        self._device_index = spec.device.index
+        if spec.device.type == "cuda" and self._device_index is None:
+            self._device_index = torch.cuda.current_device()
         if spec.role == "receive" or spec.host is not None:
             self._open(spec.host or "")
 
@@ -110,7 +113,7 @@ class UcxEndpoint(Endpoint):
     def _enter_device(self) -> None:
         """UCX needs the CUDA context to be current on the thread that calls it."""
         if self.spec.device.type == "cuda" and threading.get_ident() not in self._threads:
-            torch.cuda.set_device(self.spec.device)
+            torch.cuda.set_device(self._device_index)
             self._threads.add(threading.get_ident())
 
     def message(self, buffer: Any, tag: int) -> tuple[Any, Any]:
