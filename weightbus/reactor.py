@@ -130,7 +130,7 @@ class Reactor:
     def submit(self, call: Callable[[], None]) -> None:
         """Run `call` on the thread, soon; at once where the calling thread has its turn. From any thread."""
         self._calls.append(call)
-        self.turn()
+        self.turn(STEPS)
 
     def wake(self) -> None:
         with self._wake_lock:  # else the descriptor could be closed, and be another's, by the time it is written to
@@ -212,15 +212,18 @@ class Reactor:
             self._guest = 0
             self._recall.set()
 
-    def turn(self) -> None:
-        """Act on what was just handed in: here, where the calling thread may; else soon."""
+    def turn(self, steps: int = 1) -> None:
+        """Act on what was just handed in: here, where the calling thread may; else soon.
+
+        Args:
+            steps: how often at most, as long as scripts go on: what one has done, another may wait for.
+        """
         if self._guest == threading.get_ident() and self._turn.acquire(blocking=False):
             try:
-                self._once(0.0)
-                for _ in range(STEPS):  # what one script has done, another may wait for
+                for _ in range(steps):
+                    self._act(())
                     if not self._again or self._over:
                         break
-                    self._once(0.0)
             finally:
                 self._left()
         else:
@@ -344,9 +347,12 @@ class Reactor:
             os.eventfd_read(self._wake)
             if self._wanted and not self._inside:
                 return  # the guest does it all
-        elif polling and limit_s and not (fired or awake or self._again):
+        elif polling and not (fired or awake or self._again):
             quiet_s = time.monotonic() - self._last_s
             time.sleep(min(max(quiet_s / 50, ASK_AGAIN_S[0]), ASK_AGAIN_S[1]))
+        self._act(fired)
+
+    def _act(self, fired: Collection[Any]) -> None:
         try:
             moved, self._again = self._pass(fired)
             if moved:

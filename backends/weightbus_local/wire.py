@@ -23,6 +23,8 @@ _FRAME = struct.Struct("<BIIQ")
 _MAX_FRAME = _FRAME.size + MAX_HEADER_BYTES
 _MAX_FDS = 4
 _FRAMES_PER_CALL = 64
+_TRUNCATED = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
+_RIGHTS_BYTES = socket.CMSG_SPACE(_MAX_FDS * 4)
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -151,6 +153,8 @@ class Link:
 
     def flush(self) -> None:
         """Send what goes without blocking."""
+        if not self._queue:
+            return
         with self._lock:
             while self._queue and self.error is None and self._send_one():
                 pass
@@ -197,8 +201,7 @@ class Link:
         return frames
 
     def _receive_one(self) -> Frame | None:
-        space = socket.CMSG_SPACE(_MAX_FDS * 4)
-        data, rights, flags, _ = self.sock.recvmsg(_MAX_FRAME, space, socket.MSG_CMSG_CLOEXEC)
+        data, rights, flags, _ = self.sock.recvmsg(_MAX_FRAME, _RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
         fds = array.array("i")
         for level, kind, passed in rights:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -206,7 +209,7 @@ class Link:
         if not data and not fds:
             return None
         try:
-            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(fds) > 1:
+            if flags & _TRUNCATED or len(fds) > 1:
                 raise RemoteProtocolError("A frame is larger than this protocol allows.", peer=self.peer)
             frame = Frame.unpack(data, fds[0] if fds else -1)
             if bool(fds) != (frame.kind is Kind.MAP_HOST):
