@@ -36,9 +36,10 @@ class Watched:
     def _look(self) -> None:
         while not self._stop.wait(0.003):
             engine = self.fake.engine
+            calls = len(engine.calls)
             if engine.serving:
                 seen = versions_in(engine.weights[0])
-                if len(seen) > 1 and engine.serving:  # still serving: no refit began meanwhile
+                if len(seen) > 1 and len(engine.calls) == calls:  # no refit began, or was over, meanwhile
                     self.mixed.append(seen)
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from weightbus.deadline import Deadline
 from weightbus.errors import EndpointClosed, LocalProtocolError
 from weightbus.reactor import Reactor, Wait
 
-LATER = Deadline.after(60)
+LATER = Deadline.after(3600)
 
 
 class Noted:

@@ -743,7 +743,8 @@ class RankSet:
             self._forget_views()
             self._stage.drop()
         yield Wait(lambda: not self._releasing, Deadline.after(5.0))
-        self._tell(m.Quiet(refit=refit, lanes=tuple(lane.id for lane in self.lanes)))
+        if run.offer.direct:
+            self._tell(m.Quiet(refit=refit, lanes=tuple(lane.id for lane in self.lanes)))
         state = m.RankState(
             refit=refit,
             serves=self.ranks,

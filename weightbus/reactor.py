@@ -216,9 +216,11 @@ class Reactor:
         """Act on what was just handed in: here, where the calling thread may; else soon.
 
         Args:
-            steps: how often at most, as long as scripts go on: what one has done, another may wait for.
+            steps: how often at most, as long as scripts go on: what one has done, another may wait for. With more than one
+                the turn is waited for.
         """
-        if self._guest == threading.get_ident() and self._turn.acquire(blocking=False):
+        may = self._guest == threading.get_ident()
+        if may and (self._take_turn() if steps > 1 else self._turn.acquire(blocking=False)):
             try:
                 for _ in range(steps):
                     self._act(())

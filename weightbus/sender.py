@@ -294,8 +294,11 @@ class SenderSide:
             self._reactor.call(tell)
         self._reactor.call(lambda: self._tell(m.SourceEnd(refit=run.refit, buckets=run.buckets, seconds=run.seconds)))
         self._reactor.wait(lambda: call.over, run.deadline)
-        lanes, quiet = message.direct, self._is_quiet(run.refit)
-        self._reactor.wait(lambda: all(quiet(lane) for lane in lanes), Deadline.after(DIRECT_QUIET_S))
+
+        def quiet() -> bool:
+            return all(self._quiet.get(lane) == run.refit for lane in message.direct)
+
+        self._reactor.wait(quiet, Deadline.after(DIRECT_QUIET_S))
 
     def _live(self, plan: Plan, tensors: list[torch.Tensor], deadline: Deadline) -> _Live:
         ready = current_event(tensors)
@@ -440,8 +443,6 @@ class SenderSide:
         if isinstance(message, m.Quiet):
             for lane in message.lanes:
                 self._quiet[lane] = message.refit
-            if call is not None and call.run is not None:
-                call.run.changed = True
             return
         if call is None or call.over:
             return
@@ -570,9 +571,6 @@ class SenderSide:
                 raise LocalProtocolError("a plan that this sender does not know", phase="offer")
             self._plan = (message.plan_digest, message.plan.to_plan(message.manifest))
         return self._plan[1]
-
-    def _is_quiet(self, refit: str) -> Callable[[str], bool]:
-        return lambda lane: self._quiet.get(lane) == refit
 
     def _released(self, refit: str) -> Callable[[str, int], None]:
         def released(lane: str, bucket: int) -> None:

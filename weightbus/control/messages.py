@@ -479,7 +479,7 @@ class Drained(LaneNote):
 
 @attrs.frozen(kw_only=True)
 class Quiet:
-    """No reader of this process touches memory of this refit's lanes any more. From the readers."""
+    """Direct mode: no reader of this process touches the sender's memory any more. From the readers."""
 
     refit: str
     lanes: tuple[str, ...]
