@@ -93,6 +93,30 @@ def test_the_bus_thread_stands_in_for_a_guest_that_stays_away(noted: tuple[React
     reactor.detach()
 
 
+def test_what_woke_the_bus_thread_as_it_gives_up_the_turn_is_not_lost(
+    noted: tuple[Reactor, Noted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightbus.reactor.IDLE_POLL_S", 30.0)  # what is not told is seen after that
+    reactor, _ = noted
+    told, done = list[int](), list[int]()
+
+    def script() -> Any:
+        yield Wait(lambda: bool(told))
+        done.append(1)
+
+    reactor.attach()
+    reactor.call(lambda: None)
+    reactor.call(lambda: reactor.start(script()))
+    time.sleep(0.05)  # away: the bus thread has the turn
+    told.append(1)
+    assert reactor._take_turn(), "its wake-up is the one that would have told of the script"
+    reactor._left()
+    start = time.monotonic()
+    assert reactor.wait(lambda: bool(done), Deadline.after(10))
+    assert time.monotonic() - start < 5, "it was seen at the deadline only"
+    reactor.detach()
+
+
 def test_others_wait_and_hand_in_while_a_guest_has_the_turn(noted: tuple[Reactor, Noted]) -> None:
     reactor, service = noted
     done: list[int] = []

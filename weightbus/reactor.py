@@ -205,6 +205,7 @@ class Reactor:
         midst of a step it ends it.
         """
         self._recall.clear()
+        self._left_s = time.monotonic()
         self._guest = threading.get_ident()
 
     def detach(self) -> None:
@@ -348,7 +349,8 @@ class Reactor:
         if self._wake in fired:
             os.eventfd_read(self._wake)
             if self._wanted and not self._inside:
-                return  # the guest does it all
+                self._again = True  # the guest does it all, at once: what woke this thread may be told by nothing else
+                return
         elif polling and not (fired or awake or self._again):
             quiet_s = time.monotonic() - self._last_s
             time.sleep(min(max(quiet_s / 50, ASK_AGAIN_S[0]), ASK_AGAIN_S[1]))
