@@ -603,7 +603,7 @@ def test_a_killed_receiver_is_noticed_and_the_sender_lives_on() -> None:
         tx.post_send(region, MIB, b"hello", 0)
         assert peer.recv() == b"hello"
         peer.kill()
-        until(lambda: tx.error is not None, sender)
+        until(lambda tx=tx: tx.error is not None, sender)
         assert isinstance(tx.error, PeerLost)
     with pytest.raises(PeerLost):
         tx.post_send(region, 1, b"", 0)
