@@ -178,7 +178,7 @@ class Reactor:
     def notify(self) -> None:
         """Wake those whose predicate holds; on the thread, or when it has ended."""
         for waiter in list(self._waiters):
-            if waiter.gate.locked() and (self._stop or self.failure is not None or waiter.holds()):
+            if waiter.gate.locked() and (self._over or waiter.holds()):
                 waiter.gate.release()
 
     def close(self) -> None:

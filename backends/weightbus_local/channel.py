@@ -105,8 +105,7 @@ class SendChannel(Channel):
         work = self._reading[self._posts] = PostedWork()
         self._posts += 1
         self._link.send(Frame(Kind.POST, region.handle.frame.region, slot, nbytes, header))
-        if self._link.error is not None:
-            self._end_reading(self._link.error)
+        self._end_if_lost()
         return work
 
     def _ready(self) -> None:
@@ -123,11 +122,12 @@ class SendChannel(Channel):
         if self._link.error is not None:
             self.close()
 
-    def _end_reading(self, error: WeightBusError) -> None:
-        """The reader has gone, or is of no account any more."""
-        for work in self._reading.values():
-            work.end(error)
-        self._reading.clear()
+    def _end_if_lost(self) -> None:
+        """Nothing that was posted is released once the link has ended."""
+        if self._link.error is not None:
+            for work in self._reading.values():
+                work.end(self._link.error)
+            self._reading.clear()
 
     def arrivals(self) -> list[Arrival]:
         return []
@@ -147,9 +147,8 @@ class SendChannel(Channel):
         return not self._reading
 
     def close(self) -> None:
-        error = EndpointClosed(_CLOSED, peer=self._link.peer)
-        self._link.fail(error)
-        self._end_reading(self._link.error or error)
+        self._link.fail(EndpointClosed(_CLOSED, peer=self._link.peer))
+        self._end_if_lost()
         cuda = [offer for offer in self._offers.values() if offer.frame.kind is Kind.MAP_CUDA]
         self._offers.clear()
         if cuda and self._link.sock.fileno() >= 0:

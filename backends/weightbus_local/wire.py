@@ -141,10 +141,6 @@ class Link:
         if self.error is None:
             self._poller.add(self._fd, ready)
 
-    @property
-    def idle(self) -> bool:
-        return not self._queue
-
     def send(self, frame: Frame) -> None:
         """Queue a frame and send what goes without blocking."""
         if self.error is None:
