@@ -31,7 +31,7 @@ def example(*words: str, timeout: float = 300) -> str:
 def test_quickstart() -> None:
     lines = example("examples/quickstart.py").splitlines()
     assert lines[:3] == [f"inference: version {v}, first weight {v}" for v in (1, 2, 3)]
-    assert lines[3].startswith("version 3: 2 tensors, 4.2 MB in 1 buckets")
+    assert lines[3].startswith("version 3: 2 tensors, 4.2 MB in 2 buckets")
 
 
 def test_torchrun_ranks_with_fsdp2_feed_two_engines() -> None:

@@ -164,7 +164,7 @@ class WeightBus:
             backend: entry-point name, or ``"module:Class"``.
             backend_options: for the backend's constructor.
             device: where buckets live; default the CPU.
-            bucket_bytes: size of a bucket, bytes or text such as ``"512MiB"``; default 6 MiB with
+            bucket_bytes: size of a bucket, bytes or text such as ``"512MiB"``; default 4 MiB with
                 `local`, else 32 MiB; on CUDA 1 GiB.
             slots: buckets per side; 2 overlaps packing, transfer and load.
             lanes: ``"paired"``: receiver r is fed by sender r mod S; ``"broadcast"``: sender 0 feeds all.

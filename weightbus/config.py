@@ -21,7 +21,7 @@ UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 MAX_RANKS = 65536
 NOTHING_DONE = "Nothing was bound or allocated."
 BUCKET_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}
-SHARED_BUCKET_BYTES = 6 << 20  # the reader finds in the cache what was packed, with two slots and other tenants
+SHARED_BUCKET_BYTES = 4 << 20  # the reader finds in the cache what was packed, with two slots and other tenants
 
 
 Value = TypeVar("Value")

@@ -586,9 +586,8 @@ class RankSet:
 
     def _landed_steps(self, feed: Feed) -> Iterator[Step | None]:
         """Buckets as they land; None when there is nothing yet."""
-        while not self._all_taken():
-            step = feed.choose(self.lanes)
-            yield None if step is None else [(lane, lane.ready.popleft()) for lane in step]
+        while (chosen := feed.choose(self.lanes)) is not None or not self._all_taken():
+            yield None if chosen is None else [(lane, lane.ready.popleft()) for lane in chosen]
 
     def _all_taken(self) -> bool:
         return all(lane.total is not None and lane.next_bucket >= lane.total and not lane.ready for lane in self.lanes)

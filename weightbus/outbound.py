@@ -139,12 +139,11 @@ class Outbound:
             if work.state is not State.PENDING:
                 del self.works[bucket]
                 moved = True
-                self._moved_s = time.monotonic()
                 if work.state is State.ERROR and self.error is None:
                     self._fail(work.error, bucket)
                 elif self._shares:
                     for lane in self.lanes:
-                        self.credit(lane, bucket)
+                        self._credits[lane].add(bucket)
                         self._released(lane, bucket)
         if self.error is None and self.link.channel.error is not None and self.lanes:
             self._fail(self.link.channel.error, None)
@@ -153,11 +152,11 @@ class Outbound:
             self._fail(self._broken_group(), None)
             moved = True
         while self._queue and self.error is None and self.credited(self._queue[0].bucket - self.slots):
-            if not self._outstanding:
-                self._moved_s = time.monotonic()
             self._post(self._queue.popleft())
             moved = True
-        if self._outstanding and self.error is None and time.monotonic() - self._moved_s > self._stall_s:
+        if moved:
+            self._moved_s = time.monotonic()
+        elif self._outstanding and self.error is None and time.monotonic() - self._moved_s > self._stall_s:
             self._fail(
                 TransferTimeout(
                     f"{'+'.join(self._behind())} made no progress for {self._stall_s:g} s",

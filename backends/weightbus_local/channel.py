@@ -110,9 +110,9 @@ class SendChannel(Channel):
 
     def _ready(self) -> None:
         self._link.flush()
-        for frame in self._link.receive():
-            if frame.fd >= 0:
-                os.close(frame.fd)
+        frame = self._link.receive()
+        if frame is not None:
+            _drop_fd(frame)
             if frame.kind is Kind.RELEASED and frame.nbytes in self._reading:
                 self._reading.pop(frame.nbytes).end()
             elif frame.kind is not Kind.DROPPED or self._offers.pop(frame.region, None) is None:
@@ -222,39 +222,35 @@ class ReceiveChannel(Channel):
 
     def _greet(self, link: Link) -> None:
         """The first frame of a connection must show the lane key; nothing else is looked at before."""
-        frames = link.receive()
-        if not frames and link.error is None:
+        first = link.receive()
+        if first is None and link.error is None:
             return
         self._strangers.remove(link)
-        first = frames[0] if frames else None
-        welcome = (
+        if (
             first is not None
             and (first.kind, first.region) == (Kind.HELLO, VERSION)
             and hmac.compare_digest(first.tail, self._lane_key)
-        )
-        if welcome:
+        ):
             self._link = link
             self._stop_listening()
             link.watch(self._ready)
-            self._take(link, frames[1:])
         else:
-            _drop_fds(frames)
+            if first is not None:
+                _drop_fd(first)
             link.close(RemoteProtocolError("The connection did not show the lane key.", peer=link.peer))
 
     def _ready(self) -> None:
-        if self._link is not None:
-            self._link.flush()
-            self._take(self._link, self._link.receive())
-
-    def _take(self, link: Link, frames: list[Frame]) -> None:
-        """Apply frames in order; the first wrong one ends the connection and drops the rest."""
-        for index, frame in enumerate(frames):
+        """Apply the next frame; a wrong one ends the connection."""
+        link = self._link
+        if link is None:
+            return
+        link.flush()
+        frame = link.receive()
+        if frame is not None:
             try:
                 self._apply(link, frame)
             except WeightBusError as exc:
                 link.fail(exc)
-                _drop_fds(frames[index + 1 :])
-                break
         if link.error is not None:
             self._end(link.error)
 
@@ -265,7 +261,7 @@ class ReceiveChannel(Channel):
                     raise RemoteProtocolError(f"Region {frame.region} is offered twice, or is one too many.")
                 self._mappings[frame.region] = _map(frame, link.pid)
             finally:
-                _drop_fds([frame])
+                _drop_fd(frame)
             return
         mapping = self._mappings.get(frame.region)
         if mapping is None or mapping.retired:
@@ -371,10 +367,9 @@ def _map(frame: Frame, pid: int) -> _Mapping:
     return _Mapping(Region(memory.tensor()[span.offset : span.offset + frame.nbytes], memory))
 
 
-def _drop_fds(frames: list[Frame]) -> None:
-    for frame in frames:
-        if frame.fd >= 0:
-            os.close(frame.fd)
+def _drop_fd(frame: Frame) -> None:
+    if frame.fd >= 0:
+        os.close(frame.fd)
 
 
 def _again(error: WeightBusError) -> WeightBusError:

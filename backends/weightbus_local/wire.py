@@ -22,7 +22,6 @@ VERSION = 2
 _FRAME = struct.Struct("<BIIQ")
 _MAX_FRAME = _FRAME.size + MAX_HEADER_BYTES
 _MAX_FDS = 4
-_FRAMES_PER_CALL = 64
 _TRUNCATED = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _RIGHTS_BYTES = socket.CMSG_SPACE(_MAX_FDS * 4)
 _CREDENTIALS = struct.Struct("3i")
@@ -175,26 +174,25 @@ class Link:
         self._queue.popleft()
         return True
 
-    def receive(self) -> list[Frame]:
-        """Frames that are here; sets `error` at the end of the connection. The caller owns their descriptors."""
-        frames: list[Frame] = []
-        while self.error is None and len(frames) < _FRAMES_PER_CALL:
-            try:
-                frame = self._receive_one()
-            except ConnectionResetError:
-                continue  # said once, by a peer that left frames unread; its own frames follow
-            except BlockingIOError:
-                break
-            except OSError as exc:
-                self.fail(TransportError(f"Receiving failed: {exc}", peer=self.peer))
-            except ProtocolError as exc:
-                self.fail(exc)
-            else:
-                if frame is None:
-                    self.fail(PeerLost("The peer closed the connection or died.", peer=self.peer))
-                else:
-                    frames.append(frame)
-        return frames
+    def receive(self) -> Frame | None:
+        """The next frame, if one is here; sets `error` at the end of the connection. The caller owns its descriptor."""
+        if self.error is not None:
+            return None
+        try:
+            frame = self._receive_one()
+        except BlockingIOError:
+            return None
+        except ConnectionResetError:  # said once, by a peer that left frames unread; its own frames follow
+            return None
+        except OSError as exc:
+            self.fail(TransportError(f"Receiving failed: {exc}", peer=self.peer))
+            return None
+        except ProtocolError as exc:
+            self.fail(exc)
+            return None
+        if frame is None:
+            self.fail(PeerLost("The peer closed the connection or died.", peer=self.peer))
+        return frame
 
     def _receive_one(self) -> Frame | None:
         data, rights, flags, _ = self.sock.recvmsg(_MAX_FRAME, _RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -88,6 +89,13 @@ def _buckets(plan: Plan, case: Case) -> list[torch.Tensor]:
     return [torch.zeros(plan.capacity_bytes, dtype=torch.uint8, device=case.device) for _ in range(case.slots)]
 
 
+def _tables(plan: Plan, tensors: Sequence[torch.Tensor], buckets: Sequence[torch.Tensor]) -> Tables:
+    tables = Tables()
+    if not tables.fit(plan, tensors, buckets[0].device):
+        raise weightbus.ConfigError("the stages can only be measured where all tensors and buckets are on one device")
+    return tables
+
+
 def _median(case: Case, once: Any) -> float:
     """Median seconds of `once`, after one that warms up."""
     times = []
@@ -105,8 +113,7 @@ def stages(case: Case) -> dict[str, float]:
     torch.set_num_threads(1)
     plan, tensors = _plan(case), filled(specs_of(case.model), case.device, seed=1)
     buckets = _buckets(plan, case)
-    tables = Tables()
-    tables.fit(plan, [tensors[spec.name] for spec in plan.manifest], torch.device(case.device))
+    sources = _tables(plan, [tensors[spec.name] for spec in plan.manifest], buckets)
 
     def move(tables: Tables, scatter: bool, with_digest: bool) -> None:
         for bucket in plan.buckets:
@@ -119,11 +126,10 @@ def stages(case: Case) -> dict[str, float]:
     engine = load_adapter("torch", {"module": module_of(resident(specs_of(case.model), case.device))})
     loader = engine.loader((0,), torch.device(case.device))
     loader.check([plan.manifest], partial=False)
-    targets = Tables()
-    targets.fit(plan, loader.resident(plan.manifest) or [], torch.device(case.device))
+    targets = _tables(plan, loader.resident(plan.manifest) or [], buckets)
 
     return {
-        "pack": _median(case, lambda: move(tables, False, case.digest)),
+        "pack": _median(case, lambda: move(sources, False, case.digest)),
         "load": _median(case, lambda: move(targets, True, case.digest)),
     }
 
