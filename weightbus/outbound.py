@@ -143,7 +143,7 @@ class Outbound:
                     self._fail(work.error, bucket)
                 elif self._shares:
                     for lane in self.lanes:
-                        self._credits[lane].add(bucket)
+                        self.credit(lane, bucket)
                         self._released(lane, bucket)
         if self.error is None and self.link.channel.error is not None and self.lanes:
             self._fail(self.link.channel.error, None)

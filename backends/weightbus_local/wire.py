@@ -180,10 +180,8 @@ class Link:
             return None
         try:
             frame = self._receive_one()
-        except BlockingIOError:
-            return None
-        except ConnectionResetError:  # said once, by a peer that left frames unread; its own frames follow
-            return None
+        except (BlockingIOError, ConnectionResetError):
+            return None  # a reset is said once, by a peer that left frames unread; its own frames follow
         except OSError as exc:
             self.fail(TransportError(f"Receiving failed: {exc}", peer=self.peer))
             return None
