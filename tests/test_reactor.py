@@ -93,6 +93,22 @@ def test_the_bus_thread_stands_in_for_a_guest_that_stays_away(noted: tuple[React
     reactor.detach()
 
 
+def test_a_guest_that_never_waits_looks_at_messages_too(
+    noted: tuple[Reactor, Noted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightbus.reactor.AWAY_S", 60.0)  # nobody stands in for it
+    reactor, service = noted
+    reactor.attach()
+    reactor.call(lambda: None)
+    os.write(service.write, b"x")
+    limit = Deadline.after(10)
+    while service.got != b"x" and not limit.expired:
+        reactor.submit(lambda: None, steps=1)
+    assert service.got == b"x"
+    assert service.threads[-1] == threading.get_ident()
+    reactor.detach()
+
+
 def test_what_woke_the_bus_thread_as_it_gives_up_the_turn_is_not_lost(
     noted: tuple[Reactor, Noted], monkeypatch: pytest.MonkeyPatch
 ) -> None:

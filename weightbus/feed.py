@@ -19,7 +19,7 @@ from weightbus.align import Aligner
 from weightbus.bucket import view_of
 from weightbus.control import messages as m
 from weightbus.deadline import Deadline
-from weightbus.errors import RefitAborted, RemoteProtocolError, WeightBusError
+from weightbus.errors import RemoteProtocolError, WeightBusError
 from weightbus.lane import InboundLane, Landed, compare, verify
 from weightbus.manifest import Manifest, TensorSpec
 from weightbus.names import NameRule, rename
@@ -165,7 +165,6 @@ class Feed:
         self._paged = {lane.rank: PagedUnpacker() for lane in lanes}
         self._tables, self._offered = tables, offered
         self._resident: bool | None = None
-        self._broken = False
         for lane in lanes:
             if lane.unpacker is not None:
                 lane.unpacker.reset()
@@ -182,16 +181,11 @@ class Feed:
         return None if lane is None else [lane]
 
     def load(self, step: Step, *, check: bool) -> list[Spent]:
-        """Verify (where `check`) and load one step; the buckets that are used up by it. After an error, no other."""
-        if self._broken:
-            raise RefitAborted("the load before this one failed", phase="load")
-        self._broken = True
+        """Verify (where `check`) and load one step; the buckets that are used up by it."""
         for lane, landed in step:
             lane.expect(landed)
         self.prepare(step[0][1].memory.device)
-        used_up = self._write(step, check) if self._resident else self._hand_on(step, check)
-        self._broken = False
-        return used_up
+        return self._write(step, check) if self._resident else self._hand_on(step, check)
 
     def prepare(self, device: torch.device) -> None:
         """Find out whether buckets on `device` are written to the engine's memory by core itself."""

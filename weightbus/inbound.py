@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -36,7 +36,7 @@ from weightbus.errors import (
     named,
 )
 from weightbus.feed import Feed, Offered, RankRun, Spent, Step, current_event
-from weightbus.jobs import Job, Jobs
+from weightbus.jobs import Job, Jobs, Loads
 from weightbus.lane import InboundConfig, InboundLane, Landed, Stage, verify
 from weightbus.manifest import Manifest
 from weightbus.names import rename
@@ -45,6 +45,16 @@ from weightbus.reactor import NEVER, REPORT_IT, Reactor, Script, Wait, log
 from weightbus.resident import Tables
 
 MAX_REMEMBERED_PLANS = 4
+LINGER_S = 2e-3  # a load job waits so long for the next bucket; then its caller looks at recv's own timeout
+
+
+def _nothing() -> None:
+    pass
+
+
+def _give_back(step: Step) -> None:
+    for lane, landed in step:
+        lane.release(landed)
 
 
 def _load_error(error: BaseException) -> WeightBusError:
@@ -430,10 +440,7 @@ class RankSet:
             yield from self._released(run)
             self._check_paged_end(run)
         else:
-            feed = self._feed(run)
-            if feed.planned:  # while the first bucket is on its way
-                yield from self._run_load(run, lambda: feed.prepare(self._device))
-            yield from self._load_stream(run, feed, self._landed_steps(feed), in_place=True)
+            yield from self._load_landed(run)
             self._check_paged_end(run)
             self._prove(run)
         run.verified = True
@@ -455,7 +462,9 @@ class RankSet:
             try:
                 run.applied.clear()
                 feed = self._feed(run)
-                yield from self._load_stream(run, feed, self._staged_steps(feed, copies), in_place=False)
+                steps = self._staged_steps(feed, copies)
+                yield from self._run_load(run, _nothing, self._loads(run, feed, steps, in_place=False))
+                feed.close()
                 self._prove(run)
                 break
             except (EngineError, WeightBusError) as exc:
@@ -584,11 +593,6 @@ class RankSet:
                 advice="Raise send's timeout, or look for the stalled side in its log.",
             )
 
-    def _landed_steps(self, feed: Feed) -> Iterator[Step | None]:
-        """Buckets as they land; None when there is nothing yet."""
-        while (chosen := feed.choose(self.lanes)) is not None or not self._all_taken():
-            yield None if chosen is None else [(lane, lane.ready.popleft()) for lane in chosen]
-
     def _all_taken(self) -> bool:
         return all(lane.total is not None and lane.next_bucket >= lane.total and not lane.ready for lane in self.lanes)
 
@@ -606,60 +610,65 @@ class RankSet:
             at[lane] += 1
             yield [(lane, rows[lane][at[lane] - 1])]
 
-    def _load_stream(self, run: RankRun, feed: Feed, steps: Iterator[Step | None], *, in_place: bool) -> Script:
-        """One load call after another. The next is queued while one runs: who loads need not wait for this thread."""
-        queued: deque[tuple[Step, Job]] = deque()
-        room = 2 if feed.planned else 1  # what aligned streams load next depends on the load before
-
-        def landed() -> bool:
-            return len(queued) < room and feed.choose(self.lanes) is not None
-
-        try:
-            while (step := next(steps, []) if len(queued) < room else None) != [] or queued:
-                if step:
-                    queued.append((step, self._jobs.put("load", partial(feed.load, step, check=in_place))))
-                elif queued:
-                    yield from self._loaded(run, queued, landed, in_place=in_place)
-                else:
-                    start = time.monotonic()
-                    yield Wait(lambda: run.over or landed() or self._all_taken(), run.deadline)
-                    run.seconds["wait"] += time.monotonic() - start
-                    self._raise_if_over(run)
-        except Exception:
-            for step, job in queued:
-                yield from self._jobs.settle(job)
-                for lane, each in step:
-                    lane.release(each)
-            raise
+    def _load_landed(self, run: RankRun) -> Script:
+        """Load in place: one job for as long as buckets keep coming, and this script waits for more."""
+        feed = self._feed(run)
+        if feed.planned:  # while the first bucket is on its way
+            yield from self._run_load(run, lambda: feed.prepare(self._device))
+        while not self._all_taken():
+            start = time.monotonic()
+            yield Wait(lambda: self._moves_on(run, feed), run.deadline)
+            run.seconds["wait"] += time.monotonic() - start
+            self._raise_if_over(run)
+            steps = self._landed_steps(run, feed)
+            yield from self._run_load(run, _nothing, self._loads(run, feed, steps, in_place=True))
+            self._raise_if_over(run)
         feed.close()
-        yield Wait(lambda: not self._releasing or run.aborted is not None, run.deadline)
-        if in_place:
-            self._raise_if_over(run)
+        yield from self._released(run)
 
-    def _loaded(
-        self, run: RankRun, queued: deque[tuple[Step, Job]], landed: Callable[[], bool], *, in_place: bool
-    ) -> Script:
-        """Until the first of `queued` has ended, or the next step may be queued too."""
-        job = queued[0][1]
-        yield Wait(lambda: job.done or (run.over and not job.started) or landed(), run.deadline)
-        if not (job.done or run.over or run.deadline.expired):
-            return
-        yield from self._jobs.settle(job)
-        used_up = self._result(run, job)
-        queued.popleft()
-        if in_place:
-            for spent in used_up:
-                self._release_later(spent, run)
-            self._raise_if_over(run)
+    def _moves_on(self, run: RankRun, feed: Feed) -> bool:
+        """There is something to load, or nothing to wait for."""
+        return feed.choose(self.lanes) is not None or run.over or self._all_taken()
+
+    # ---- in the caller's thread
+
+    def _landed_steps(self, run: RankRun, feed: Feed) -> Iterator[Step]:
+        """Buckets as they land, until for a while nothing does."""
+        while not (run.over or run.deadline.expired):
+            chosen = feed.choose(self.lanes)
+            if chosen is None and not self._all_taken():
+                start = time.monotonic()
+                self._reactor.wait(lambda: self._moves_on(run, feed), run.deadline.min(Deadline.after(LINGER_S)))
+                run.seconds["wait"] += time.monotonic() - start
+                chosen = feed.choose(self.lanes)
+            if chosen is None:
+                return
+            yield [(lane, lane.ready.popleft()) for lane in chosen]
+
+    def _loads(self, run: RankRun, feed: Feed, steps: Iterator[Step], *, in_place: bool) -> Loads:
+        """One load call after another; after each a yield, up to which its views may be used."""
+        for step in steps:
+            try:
+                used_up = feed.load(step, check=in_place)
+                yield
+            except BaseException:
+                self._reactor.submit(partial(_give_back, step))
+                raise
+            if in_place:
+                self._reactor.submit(partial(self._release_soon, used_up, run), steps=1)
+
+    # ---- on the bus thread again
 
     def _feed(self, run: RankRun) -> Feed:
         plan = self.lanes[0].plan
         offered = None if plan is None else self._plans[plan.digest]
         return Feed(self.lanes, run, self._loader, self._config.names, offered, self._tables)
 
-    def _run_load(self, run: RankRun, call: Callable[[], Any]) -> Generator[Wait, bool, Any]:
-        """What `call` returns in the caller's thread; raises what it raises, as one of ours."""
-        job = yield from self._jobs.run("load", call, run.deadline, lambda: run.over)
+    def _run_load(
+        self, run: RankRun, call: Callable[[], Any], steps: Loads | None = None
+    ) -> Generator[Wait, bool, Any]:
+        """What `call` returns in the caller's thread, after `steps`; raises what they raise, as one of ours."""
+        job = yield from self._jobs.run("load", call, run.deadline, lambda: run.over, steps)
         return self._result(run, job)
 
     def _result(self, run: RankRun, job: Job) -> Any:
@@ -669,22 +678,22 @@ class RankSet:
             raise _load_error(job.error)
         return job.result
 
-    def _release_later(self, spent: Spent, run: RankRun) -> None:
-        """Free the slot once the device has read it, and its digest is right."""
-
-        def then() -> None:
-            try:
-                spent.check()
-            except WeightBusError as exc:
-                spent.lane.release(spent.landed)
-                self.abort(run.offer.refit, exc, told=False)
+    def _release_soon(self, used_up: Sequence[Spent], run: RankRun) -> None:
+        """Free each slot once the device has read it, and its digest is right."""
+        for spent in used_up:
+            if spent.ready():
+                self._release(spent, run)
             else:
-                self._take(run, spent.lane, spent.landed)
+                self._releasing.append((spent.ready, partial(self._release, spent, run)))
 
-        if spent.ready():
-            then()
+    def _release(self, spent: Spent, run: RankRun) -> None:
+        try:
+            spent.check()
+        except WeightBusError as exc:
+            spent.lane.release(spent.landed)
+            self.abort(run.offer.refit, exc, told=False)
         else:
-            self._releasing.append((spent.ready, then))
+            self._take(run, spent.lane, spent.landed)
 
     def _check_paged_end(self, run: RankRun) -> None:
         """A paged refit knows its names only now."""

@@ -16,6 +16,8 @@ from weightbus.deadline import Deadline
 from weightbus.errors import TransferTimeout
 from weightbus.reactor import NEVER, Reactor, Wait, log
 
+Loads = Generator[None, None, None]
+
 
 @attrs.define(eq=False)
 class Job:
@@ -24,11 +26,13 @@ class Job:
     Attributes:
         kind: begin, load, finish, resume or abort.
         run: the call.
+        steps: to be gone through before it; a raw stream does so step by step.
         done: it has ended, with `result` or with `error`.
     """
 
     kind: str
     run: Callable[[], Any]
+    steps: Loads | None = None
     started: bool = False
     done: bool = False
     result: Any = None
@@ -54,30 +58,22 @@ class Jobs:
 
     # ---- the bus thread
 
-    def put(self, kind: str, run: Callable[[], Any]) -> Job:
-        job = Job(kind, run)
-        self._queue.append(job)
-        return job
-
     def run(
         self,
         kind: str,
         call: Callable[[], Any],
         deadline: Deadline = NEVER,
         give_up: Callable[[], bool] = lambda: False,
+        steps: Loads | None = None,
     ) -> Generator[Wait, bool, Job]:
         """Script step: have `call` run in the caller's thread; returns the ended job.
 
         A job that nobody has taken by `deadline`, or when `give_up()` holds, ends with TransferTimeout. One that runs
         cannot be interrupted; the script waits for it.
         """
-        job = self.put(kind, call)
+        job = Job(kind, call, steps)
+        self._queue.append(job)
         yield Wait(lambda: job.done or (not job.started and give_up()), deadline)
-        yield from self.settle(job)
-        return job
-
-    def settle(self, job: Job) -> Generator[Wait, bool, None]:
-        """Script step: end `job` where nobody has taken it; else wait for its end."""
         if not job.done and self._withdraw(job):
             job.error = TransferTimeout(
                 f"nobody came to run {job.kind!r}",
@@ -86,6 +82,7 @@ class Jobs:
             )
         elif not job.done:
             yield Wait(lambda: job.done)
+        return job
 
     def _withdraw(self, job: Job) -> bool:
         with self._lock:
@@ -128,6 +125,8 @@ class Jobs:
     def execute(self, job: Job) -> None:
         """Run a job to its end; its exception goes to the bus thread, not to the caller."""
         try:
+            for _ in job.steps or ():
+                pass
             result = job.run()
         except Exception as exc:
             self.finish(job, error=exc)

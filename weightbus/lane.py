@@ -197,9 +197,9 @@ class InboundLane:
                 phase="stream",
                 advice="The transfer was cut short; send again.",
             )
-        self.next_bucket += 1
         self.onward.take(header, arrival)
         self.ready.append(Landed(header.bucket, arrival.region.tensor, arrival.nbytes, header, arrival))
+        self.next_bucket += 1  # last: whoever loads looks at both
         return True
 
     def expect(self, landed: Landed) -> None:

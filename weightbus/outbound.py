@@ -76,6 +76,7 @@ class Outbound:
         behind: tuple[str, ...] = (),
     ) -> None:
         self.refit, self.link, self.slots = refit, link, slots
+        self._refit_id = bytes.fromhex(refit)
         self.behind, self._deadline = behind, deadline
         self._left: tuple[str, ...] = ()  # members of the group that others of it wait for in vain
         self._stall_s, self._released = stall_timeout_s, released
@@ -88,11 +89,13 @@ class Outbound:
         self._ahead = None if capabilities.header_with_bytes else header_ahead
         self._verify = verify
         self._queue: deque[Post] = deque()
+        self._enqueued = 0
         self._credits: dict[str, set[int]] = {lane: set() for lane in link.lanes}
 
     def enqueue(self, post: Post) -> None:
         if self.lanes:
             self._queue.append(post)
+            self._enqueued = post.bucket + 1
 
     def credit(self, lane: str, bucket: int) -> None:
         if lane in self._credits:
@@ -113,10 +116,9 @@ class Outbound:
             self._left = (*self._left, *left)
 
     def busy(self, bucket: int) -> bool:
-        """The sender's memory of `bucket` is still needed here."""
-        if any(post.bucket == bucket for post in self._queue):
-            return True
-        return bucket in self.works
+        """The sender's memory of `bucket` is still needed here. From any thread."""
+        queued = self.posted <= bucket < self._enqueued and self.error is None and bool(self.lanes)
+        return queued or bucket in self.works
 
     def held_by_leavers(self, bucket: int) -> bool:
         """A reader that was dropped, or an operation towards it, may still touch the memory of `bucket`."""
@@ -135,11 +137,12 @@ class Outbound:
 
     def tick(self) -> bool:
         moved = False
-        for bucket, work in list(self.works.items()):
-            if work.state is not State.PENDING:
+        for bucket, work in tuple(self.works.items()):
+            state = work.state
+            if state is not State.PENDING:
                 del self.works[bucket]
                 moved = True
-                if work.state is State.ERROR and self.error is None:
+                if state is State.ERROR and self.error is None:
                     self._fail(work.error, bucket)
                 elif self._shares:
                     for lane in self.lanes:
@@ -187,7 +190,7 @@ class Outbound:
     def _post(self, post: Post) -> None:
         header = Header(
             lane_key=self.link.key,
-            refit_id=bytes.fromhex(self.refit),
+            refit_id=self._refit_id,
             plan_digest=post.plan_digest,
             bucket=post.bucket,
             total=post.total,
@@ -300,7 +303,6 @@ class SendRun:
         self._slots = [_Slot() for _ in range(pool.count)]
         self._waiting: deque[tuple[Post, Pending, PageOut | None]] = deque()
         self._enqueued = 0
-        self._free_state: tuple[int, frozenset[int]] = (0, frozenset())  # published whole by the bus thread
         self.changed = False  # a message came in since the last tick
 
     # ---- the caller's thread
@@ -445,9 +447,8 @@ class SendRun:
         return any(o.lanes for o in self.outbounds) or bucket < self.pace + 2 * self._pool.count
 
     def _free(self, index: int) -> bool:
-        enqueued, busy = self._free_state
         bucket = self._slots[index].bucket
-        return bucket < 0 or (bucket < enqueued and bucket not in busy)
+        return bucket < 0 or (bucket < self._enqueued and not any(o.busy(bucket) for o in self.outbounds))
 
     def _finish(
         self, bucket: int, packer: Packer | None, plan_digest: int, total: int, page: PageOut | None = None
@@ -489,28 +490,24 @@ class SendRun:
                 outbound.enqueue(post)
             self._enqueued = post.bucket + 1
             moved = True
-        moved |= self._tick_wire()
-        if moved:
-            self._publish()
+        return (self._tick_wire() if "wire" in self.seconds else self._tick_outbounds()) or moved
+
+    def _tick_outbounds(self) -> bool:
+        moved = False
+        for outbound in self.outbounds:
+            moved |= outbound.tick()
         return moved
 
     def _tick_wire(self) -> bool:
         """Post and test; the time while any operation is under way, its posting included, is the wire's."""
         start = self._on_wire_s or time.perf_counter()
         posted = sum(outbound.posted for outbound in self.outbounds)
-        moved = False
-        for outbound in self.outbounds:
-            moved |= outbound.tick()
+        moved = self._tick_outbounds()
         now = time.perf_counter()
-        if "wire" in self.seconds and (self._on_wire_s or posted != sum(o.posted for o in self.outbounds)):
+        if self._on_wire_s or posted != sum(o.posted for o in self.outbounds):
             self.seconds["wire"] += now - start
         self._on_wire_s = now if any(outbound.works for outbound in self.outbounds) else None
         return moved
-
-    def _publish(self) -> None:
-        buckets = [slot.bucket for slot in self._slots if slot.bucket >= 0]
-        busy = frozenset(b for b in buckets if any(o.busy(b) for o in self.outbounds))
-        self._free_state = (self._enqueued, busy)
 
     def drop(self, lanes: Sequence[str]) -> None:
         """These readers are out; `settle` follows, so that the others go on."""
@@ -518,7 +515,6 @@ class SendRun:
             leaving = outbound.lanes.intersection(lanes)
             if leaving:
                 outbound.drop(tuple(leaving))
-        self._publish()
 
     @property
     def unsafe(self) -> bool:
@@ -549,4 +545,3 @@ class SendRun:
                         log.warning("slot %d waits for a reader that has left: %s", index, exc)
                     else:
                         self._slots[index] = _Slot()
-        self._publish()

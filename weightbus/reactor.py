@@ -28,6 +28,7 @@ log = logging.getLogger("weightbus")
 IDLE_POLL_S = 0.05
 STEPS = 8
 AWAY_S = 5e-3  # a guest that packs or loads for longer is stood in for
+STARVE_S = 5e-3  # messages are looked at so often at least, however busy the lanes keep a guest
 RECENT_S = 0.1
 ASK_AGAIN_S = (30e-6, 1e-3)  # at least, at most: what has been quiet for long is asked less often
 SPIN_S = 500e-6  # after an event the next is awaited awake: waking a thread costs more than most answers take
@@ -107,7 +108,7 @@ class Reactor:
         self._guest = 0  # the thread that may take the turn
         self._turn = threading.Lock()  # whoever has it does the work; the bus thread's by default
         self._wanted = self._inside = self._again = False  # the guest wants the turn; it has it and waits
-        self._left_s = self._last_s = 0.0
+        self._left_s = self._last_s = self._polled_s = 0.0
         self._recall = threading.Event()
         self._poller, self._watched = zmq.Poller(), list[Any]()
         self._thread = threading.Thread(target=self._run, name=f"weightbus-{name}", daemon=True)
@@ -127,10 +128,14 @@ class Reactor:
         if self._stop:
             raise EndpointClosed(f"{self.name} is closed")
 
-    def submit(self, call: Callable[[], None]) -> None:
-        """Run `call` on the thread, soon; at once where the calling thread has its turn. From any thread."""
+    def submit(self, call: Callable[[], None], *, steps: int = STEPS) -> None:
+        """Run `call` on the thread, soon; at once where the calling thread has its turn. From any thread.
+
+        Args:
+            steps: see `turn`.
+        """
         self._calls.append(call)
-        self.turn(STEPS)
+        self.turn(steps)
 
     def wake(self) -> None:
         with self._wake_lock:  # else the descriptor could be closed, and be another's, by the time it is written to
@@ -224,7 +229,10 @@ class Reactor:
         if may and (self._take_turn() if steps > 1 else self._turn.acquire(blocking=False)):
             try:
                 for _ in range(steps):
-                    self._act(())
+                    if time.monotonic() - self._polled_s < STARVE_S:
+                        self._act(())
+                    else:
+                        self._once(0)
                     if not self._again or self._over:
                         break
             finally:
@@ -299,13 +307,11 @@ class Reactor:
 
     def _step_scripts(self) -> bool:
         moved = False
-        scripts, self._scripts = self._scripts, []
-        for script, wait in scripts:
-            step = self._due(script, wait)
-            if step is None:
-                self._scripts.append((script, wait))
-            else:
-                self._advance(script, step)
+        for waiting in tuple(self._scripts):
+            step = self._due(*waiting)
+            if step is not None:
+                self._scripts.remove(waiting)
+                self._advance(waiting[0], step)
                 moved = True
         return moved
 
@@ -341,6 +347,7 @@ class Reactor:
         asleep = self._inside or (bool(self._waiters) and all(w.gate.locked() for w in tuple(self._waiters)))
         awake = asleep and time.monotonic() - self._last_s < self._spin_s
         now = self._again or polling or awake or bool(self._calls)
+        self._polled_s = time.monotonic()
         try:
             fired = {source for source, _ in self._poller.poll(0 if now else math.ceil(limit_s * 1e3))}
         except Exception as exc:
@@ -351,7 +358,7 @@ class Reactor:
             if self._wanted and not self._inside:
                 self._again = True  # the guest does it all, at once: what woke this thread may be told by nothing else
                 return
-        elif polling and not (fired or awake or self._again):
+        elif polling and limit_s and not (fired or awake or self._again):
             quiet_s = time.monotonic() - self._last_s
             time.sleep(min(max(quiet_s / 50, ASK_AGAIN_S[0]), ASK_AGAIN_S[1]))
         self._act(fired)

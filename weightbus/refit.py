@@ -473,7 +473,7 @@ class Driver:
         """Resume, twice at most; `tried` is the job that has done it once."""
         for attempt in (1, 2):
             if tried is not None and attempt == 1:
-                job = Job("resume", lambda: None, True, True, None, self._placed(tried.result, "resume"))
+                job = Job("resume", lambda: None, done=True, error=self._placed(tried.result, "resume"))
             else:
                 job = yield from self._job("resume", lambda: self._driver.resume(deadline), deadline)
             if not isinstance(job.error, WeightBusError):

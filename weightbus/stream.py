@@ -11,7 +11,7 @@ import torch
 from weightbus.adapter import Adapter, Batch, EngineDriver, EngineLoader, Fault, LoadResult, StepFreeDriver
 from weightbus.deadline import Deadline
 from weightbus.errors import EndpointClosed, RefitAborted
-from weightbus.jobs import End, Job
+from weightbus.jobs import Job
 from weightbus.manifest import Manifest
 from weightbus.report import RefitReport
 
@@ -83,36 +83,33 @@ class RefitStream:
         while True:
             for name, tensor in self._items:
                 return name, tensor.clone() if self._copy else tensor
-            self._release()
-            item = self._side.next_item(self._deadline)
-            if isinstance(item, End):
-                self._end()
-                if item.error is not None:
-                    raise item.error
-                self.report = item.report
-                raise StopIteration
-            self._run(item)
+            if self._job is None:
+                self._job = self._next_job()
+            self._step(self._job)
 
-    def _run(self, job: Job) -> None:
-        if job.kind != "load":
-            self._side.jobs.execute(job)
-            return
+    def _next_job(self) -> Job:
+        item = self._side.next_item(self._deadline)
+        if isinstance(item, Job):
+            return item
+        self._end()
+        if item.error is not None:
+            raise item.error
+        self.report = item.report
+        raise StopIteration
+
+    def _step(self, job: Job) -> None:
+        """The caller is past the views of the last batch: on to the next, or to the job's end."""
         self._loader.batch = ()
         try:
-            result = job.run()
+            next(job.steps or iter(()))
+        except StopIteration:
+            self._job = None
+            self._side.jobs.execute(job)
         except Exception as exc:
+            self._job = None
             self._side.jobs.finish(job, error=exc)
-            return
-        job.result = result
-        self._job = job
-        batches = self._loader.batch
-        self._items = iter(batches[0] if batches else ())
-
-    def _release(self) -> None:
-        """The caller is past the views of this batch."""
-        if self._job is not None:
-            job, self._job = self._job, None
-            self._side.jobs.finish(job, job.result)
+        else:
+            self._items = iter(self._loader.batch[0] if self._loader.batch else ())
 
     def _end(self) -> None:
         self._over = True
@@ -125,6 +122,8 @@ class RefitStream:
             self._end()
             job, self._job = self._job, None
             if job is not None:
+                if job.steps is not None:
+                    job.steps.close()
                 self._side.jobs.finish(job, error=RefitAborted("the stream was closed before its end", phase="load"))
             self._side.abandon(RefitAborted("the stream was closed before its end", phase="load"))
 

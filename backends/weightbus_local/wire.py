@@ -141,26 +141,31 @@ class Link:
             self._poller.add(self._fd, ready)
 
     def send(self, frame: Frame) -> None:
-        """Queue a frame and send what goes without blocking."""
-        if self.error is None:
-            self._queue.append(frame)
-            self.flush()
+        """Send a frame, without blocking: it is queued where it does not go at once."""
+        if self.error is not None:
+            return
+        with self._lock:
+            if (self._queue or not self._send_one(frame)) and self.error is None:
+                self._queue.append(frame)
+                self._poller.want_write(self._fd, True)
 
     def flush(self) -> None:
         """Send what goes without blocking."""
         if not self._queue:
             return
         with self._lock:
-            while self._queue and self.error is None and self._send_one():
-                pass
+            while self._queue and self.error is None and self._send_one(self._queue[0]):
+                self._queue.popleft()
             if self.error is None:
                 self._poller.want_write(self._fd, bool(self._queue))
 
-    def _send_one(self) -> bool:
-        frame = self._queue[0]
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [frame.fd]))] if frame.fd >= 0 else []
+    def _send_one(self, frame: Frame) -> bool:
         try:
-            self.sock.sendmsg([frame.pack()], rights, socket.MSG_NOSIGNAL)
+            if frame.fd >= 0:
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [frame.fd]))]
+                self.sock.sendmsg([frame.pack()], rights, socket.MSG_NOSIGNAL)
+            else:
+                self.sock.send(frame.pack(), socket.MSG_NOSIGNAL)
         except BlockingIOError:
             return False
         except (BrokenPipeError, ConnectionResetError):
@@ -171,7 +176,6 @@ class Link:
                 return False
             self.fail(TransportError(f"Sending failed: {exc}", peer=self.peer))
             return False
-        self._queue.popleft()
         return True
 
     def receive(self) -> Frame | None:
@@ -194,6 +198,8 @@ class Link:
 
     def _receive_one(self) -> Frame | None:
         data, rights, flags, _ = self.sock.recvmsg(_MAX_FRAME, _RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
+        if data and not rights and not flags & _TRUNCATED:
+            return self._unpack(data, -1)
         fds = array.array("i")
         for level, kind, passed in rights:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -203,13 +209,16 @@ class Link:
         try:
             if flags & _TRUNCATED or len(fds) > 1:
                 raise RemoteProtocolError("A frame is larger than this protocol allows.", peer=self.peer)
-            frame = Frame.unpack(data, fds[0] if fds else -1)
-            if bool(fds) != (frame.kind is Kind.MAP_HOST):
-                raise RemoteProtocolError("A descriptor is missing, or was not asked for.", peer=self.peer)
+            return self._unpack(data, fds[0] if fds else -1)
         except RemoteProtocolError:
             for fd in fds:
                 os.close(fd)
             raise
+
+    def _unpack(self, data: bytes, fd: int) -> Frame:
+        frame = Frame.unpack(data, fd)
+        if (fd >= 0) != (frame.kind is Kind.MAP_HOST):
+            raise RemoteProtocolError("A descriptor is missing, or was not asked for.", peer=self.peer)
         return frame
 
     def fail(self, error: WeightBusError) -> None:

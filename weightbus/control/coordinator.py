@@ -91,6 +91,10 @@ class Coordinator:
     def on_sender(self, rank: int, message: Any) -> None:
         """A message of sender `rank`, this process included."""
         run = self.run
+        if isinstance(message, m.Credit):  # the most frequent by far
+            if run is not None and message.refit == run.refit:
+                run.released(message)
+            return
         if isinstance(message, m.SendReady):
             if message.manifest is not None:  # now: this send may fail before it is gathered, and it is told once
                 self._manifests[rank] = message.manifest
@@ -118,8 +122,6 @@ class Coordinator:
             run.connected.add(rank)
         elif isinstance(message, m.LaneFailed):
             self._fail_lane(run, message.lane, message.error.to_error())
-        elif isinstance(message, m.Credit):
-            run.released(message)
         elif isinstance(message, m.SourceEnd):
             run.source_ends[rank] = message
             if message.error is not None:

@@ -217,6 +217,10 @@ class RefitRun:
             return
         lane.engine.touch()
         lane.credited = max(lane.credited, credit.bucket + 1)
+        if self.config.senders > 1:
+            self._pace()
+
+    def _pace(self) -> None:
         slowest = min((x.credited for x in self.lanes.values() if x.engine.active), default=0)
         if slowest > self.paced:
             self.paced = slowest
