@@ -194,6 +194,15 @@ def test_closing_while_a_guest_polls_ends_its_wait(noted: tuple[Reactor, Noted])
     assert not timer.is_alive() and not reactor._thread.is_alive()
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where this process was started in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_while_a_caller_waits_leaves_the_bus_in_use() -> None:
     values = flat(1)
     with weightbus.WeightBus.sender("tcp://127.0.0.1:0", receivers=1, stall_timeout=5.0) as bus:

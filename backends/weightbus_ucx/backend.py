@@ -108,7 +108,10 @@ def _warnings(found: dict[str, str], facts: dict[str, str]) -> list[str]:
             f"torch has CUDA {cuda}, but {next(iter(found))} is installed: install ucxx-cu{cuda} for CUDA memory."
         )
     if len(facts["libucs"].split(", ")) > 1:
-        told.append(f"Two copies of UCX are loaded ({facts['libucs']}): ucxx with nixl is tested, others are not.")
+        told.append(
+            f"Two copies of UCX are loaded ({facts['libucs']}): ucxx with nixl is tested on host memory; with CUDA memory "
+            "ucxx has crashed as it closed a lane in use. Use one wire backend per process there."
+        )
     network = [name for name in facts["transports"].split(", ") if not name.endswith("/memory")]
     if not network:
         told.append(f"No transport reaches other hosts (UCX_TLS={os.environ.get('UCX_TLS', '')}): add tcp.")
