@@ -48,10 +48,6 @@ MAX_REMEMBERED_PLANS = 4
 LINGER_S = 2e-3  # a load job waits so long for the next bucket; then its caller looks at recv's own timeout
 
 
-def _nothing() -> None:
-    pass
-
-
 def _give_back(step: Step) -> None:
     for lane, landed in step:
         lane.release(landed)
@@ -463,7 +459,7 @@ class RankSet:
                 run.applied.clear()
                 feed = self._feed(run)
                 steps = self._staged_steps(feed, copies)
-                yield from self._run_load(run, _nothing, self._loads(run, feed, steps, in_place=False))
+                yield from self._run_load(run, steps=self._loads(run, feed, steps, in_place=False))
                 feed.close()
                 self._prove(run)
                 break
@@ -621,7 +617,7 @@ class RankSet:
             run.seconds["wait"] += time.monotonic() - start
             self._raise_if_over(run)
             steps = self._landed_steps(run, feed)
-            yield from self._run_load(run, _nothing, self._loads(run, feed, steps, in_place=True))
+            yield from self._run_load(run, steps=self._loads(run, feed, steps, in_place=True))
             self._raise_if_over(run)
         feed.close()
         yield from self._released(run)
@@ -665,7 +661,7 @@ class RankSet:
         return Feed(self.lanes, run, self._loader, self._config.names, offered, self._tables)
 
     def _run_load(
-        self, run: RankRun, call: Callable[[], Any], steps: Loads | None = None
+        self, run: RankRun, call: Callable[[], Any] = lambda: None, steps: Loads | None = None
     ) -> Generator[Wait, bool, Any]:
         """What `call` returns in the caller's thread, after `steps`; raises what they raise, as one of ours."""
         job = yield from self._jobs.run("load", call, run.deadline, lambda: run.over, steps)
